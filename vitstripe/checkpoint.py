@@ -73,20 +73,14 @@ class Checkpoint:
             files = {name: self.folder / str(file) for name, file in weight_map.items()}
             absent = sorted({f.name for f in files.values() if not f.is_file()})
             if absent:
-                raise CheckpointError(
-                    f"{self.folder} lacks weight files that {_INDEX} names: {', '.join(absent)}"
-                )
+                raise CheckpointError(f"{self.folder} lacks weight files that {_INDEX} names: {', '.join(absent)}")
             lost = sorted(name for name, file in files.items() if name not in set(self._file(file).keys()))
             if lost:
-                raise CheckpointError(
-                    f"{index} names tensors that their files do not hold: {', '.join(lost)}"
-                )
+                raise CheckpointError(f"{index} names tensors that their files do not hold: {', '.join(lost)}")
             return files
         if single.is_file():
             return dict.fromkeys(self._file(single).keys(), single)
-        raise CheckpointError(
-            f"{self.folder} holds neither {_WEIGHTS}, {_INDEX} nor {ORBAX_FOLDER}/: no weights"
-        )
+        raise CheckpointError(f"{self.folder} holds neither {_WEIGHTS}, {_INDEX} nor {ORBAX_FOLDER}/: no weights")
 
     def _file(self, path: Path):
         if path not in self._open_files:
@@ -173,8 +167,7 @@ def raise_problems(checkpoint: Checkpoint, bindings: Iterable[Binding]) -> None:
     problems = [p for b in bindings for p in b.problems]
     if problems:
         raise CheckpointError(
-            f"{checkpoint.folder} does not fit its config.json ({len(problems)} tensor(s)):\n  "
-            + "\n  ".join(problems)
+            f"{checkpoint.folder} does not fit its config.json ({len(problems)} tensor(s)):\n  " + "\n  ".join(problems)
         )
 
 
@@ -265,7 +258,6 @@ def _restore(checkpoint: Checkpoint, binding: Binding, mesh: Mesh, axis: str) ->
         except (ValueError, KeyError, FileNotFoundError) as error:
             raise CheckpointError(f"{folder} does not fit its config.json: {error}") from error
     flat = [
-        (path, v.replace(arrays[".".join(str(p) for p in path)]))
-        for path, v in nnx.to_flat_state(binding.abstract)
+        (path, v.replace(arrays[".".join(str(p) for p in path)])) for path, v in nnx.to_flat_state(binding.abstract)
     ]
     return nnx.from_flat_state(flat)

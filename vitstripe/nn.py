@@ -37,9 +37,7 @@ class Linear(nnx.Module):
     """y = x W^T (+ b). weight [out, in]. `tp` cuts the rows ("out") or the columns ("in") over the mesh;
     after an "in" layer the caller sums over the mesh axis, and such a layer has no bias."""
 
-    def __init__(
-        self, in_features: int, out_features: int, *, dtype, bias: bool = False, tp: str | None = None
-    ):
+    def __init__(self, in_features: int, out_features: int, *, dtype, bias: bool = False, tp: str | None = None):
         if tp == "in" and bias:
             raise ValueError("a bias on a column-cut layer would be added once a device")
         axis = {None: None, "out": 0, "in": 1}[tp]

@@ -1,0 +1,75 @@
+"""Settings of the engine. Everything that decides a program's shape is here and fixed before the first compile."""
+
+from dataclasses import dataclass
+
+ROW_TILE = 16
+"""Rows of one request are padded to a multiple of this in a prefill pass (serving.models.step)."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Limits and switches of one engine. Raises ValueError naming the field.
+
+    tp: devices on the mesh axis. max_model_len: tokens a request may hold, prompt and answer. page_size: tokens a cache
+    page. max_seqs: requests computed at once. prefill_tokens: most rows of one prefill pass. cache_tokens: tokens the
+    paged cache holds (None: from free device memory, or max_seqs * max_model_len on a CPU). max_queue: requests that
+    may wait. dp_encoder: deal images over the mesh. indexer_stripes: stripe the indexer's rows. stripe_rows: rows a
+    stripe. merge: how stripes are put together.
+    """
+
+    tp: int = 1
+    max_model_len: int = 4096
+    page_size: int = 64
+    max_seqs: int = 16
+    prefill_tokens: int = 512
+    cache_tokens: int | None = None
+    max_queue: int = 256
+    dp_encoder: bool = True
+    indexer_stripes: bool = True
+    stripe_rows: int = 64
+    merge: str = "pmax"
+
+    def __post_init__(self):
+        for name in ("tp", "max_model_len", "page_size", "max_seqs", "prefill_tokens", "max_queue", "stripe_rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.prefill_tokens % ROW_TILE:
+            raise ValueError(f"prefill_tokens is {self.prefill_tokens}; it must be a multiple of {ROW_TILE}")
+        if self.cache_tokens is not None and self.cache_tokens < self.max_model_len:
+            raise ValueError(
+                f"cache_tokens is {self.cache_tokens}, less than max_model_len {self.max_model_len}: "
+                f"one request could never finish"
+            )
+        if self.merge not in ("pmax", "all_gather"):
+            raise ValueError(f"merge is {self.merge!r}; it must be 'pmax' or 'all_gather'")
+
+    @property
+    def pages_per_seq(self) -> int:
+        """Pages that the longest request needs."""
+        return -(-self.max_model_len // self.page_size)
+
+    @property
+    def token_buckets(self) -> tuple[int, ...]:
+        """Row counts of prefill passes, ascending: prefill_tokens and its quarters down to 64 rows."""
+        sizes, size = [], self.prefill_tokens
+        while size >= 64 and size % ROW_TILE == 0:
+            sizes.append(size)
+            size //= 4
+        return tuple(reversed(sizes or [self.prefill_tokens]))
+
+    @property
+    def batch_buckets(self) -> tuple[int, ...]:
+        """Request counts of decode passes, ascending: max_seqs and its quarters down to 1."""
+        sizes, size = [self.max_seqs], self.max_seqs
+        while size > 1:
+            size = max(1, size // 4)
+            sizes.append(size)
+        return tuple(reversed(sizes))
+
+
+def bucket_for(buckets: tuple[int, ...], size: int) -> int:
+    """The smallest bucket that holds `size`. Raises ValueError when none does."""
+    for bucket in buckets:
+        if size <= bucket:
+            return bucket
+    raise ValueError(f"{size} is over the largest bucket {buckets[-1]}")

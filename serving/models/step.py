@@ -1,0 +1,47 @@
+"""What one pass of a decoder is told about the batch: arrays of fixed size, planned on the host.
+
+Rows of several requests are packed one request after another. A request's rows start at a multiple of the row tile,
+so a tile belongs to one request:
+
+    row      0 . . . . 15 | 16 . . . . 31 | 32 . . . . 47 | 48 ...
+    tile     0            | 1             | 2             | 3
+    request  A            | A (part pad)  | B (part pad)  | padding
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+# Fields hold numpy arrays on the host, traced arrays in a program and ShapeDtypeStructs while it is lowered.
+Leaf = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Step:
+    """T rows (tokens of this pass), G row tiles, R requests, W pages a request, B pages in the key gather; all int32.
+
+    positions [3, T]: rotary positions on the axes (t, h, w); equal for text.
+    slots [T]: cache slot each row's keys are written to; any value past the pool drops the write (padding).
+    lengths [T]: keys a row may see, its own included; 0 for padding.
+    tile_request [G]: the row of page_table each tile reads.
+    page_table [R, W]: physical page of each logical page; entries past a request's length are never read as keys.
+    last_rows [R]: the row each request's logits are taken from.
+    key_pages [B]: pages of all requests of this pass, one after another, for the indexer; row m's request starts at
+        key_starts[m] [T] in the gathered keys. Both empty where the model has no indexer or the pass is a decode.
+    """
+
+    positions: Leaf
+    slots: Leaf
+    lengths: Leaf
+    tile_request: Leaf
+    page_table: Leaf
+    last_rows: Leaf
+    key_pages: Leaf
+    key_starts: Leaf
+
+    @property
+    def tile(self) -> int:
+        """Rows a tile."""
+        return self.slots.shape[0] // self.tile_request.shape[0]

@@ -1,0 +1,197 @@
+"""The device side of the engine: weights, caches and compiled programs, and one method a kind of pass."""
+
+import time
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from dsa_indexer import StripeConfig, engages
+from serving.batch import Packer, samples_of
+from serving.config import EngineConfig, bucket_for
+from serving.lm import LanguageModel, LmShapes
+from serving.models.decoder import Selection
+from serving.protocol import SamplingParams, Submission
+from serving.scheduler import Chunk
+from serving.sequence import Sequence
+from vitbatch import VisionEncoder
+from vitstripe.platform import platform_of
+
+# Mean keys a row from which striping pays for its merge on a GPU link; on a CPU there is no link to pay for.
+# Source: break-even of scoring and selection against an all-reduce (twice the bytes of an all-gather) at half of
+# peak xGMI bandwidth on eight MI355X, computed from published kernel rates; not measured by this project.
+_GPU_MIN_MEAN_KEYS = {"pmax": 8192, "all_gather": 4096}
+
+# Largest difference of logits, relative to the largest, that the start-up check allows between the replicated and the
+# striped program. The selections are the same bits; what follows may be compiled differently.
+_SELF_TEST_TOLERANCE = 1e-2
+
+Progress = Callable[[int, int, str], None]
+"""Called with (programs done, programs in all, name of the next)."""
+
+
+@dataclass(frozen=True)
+class ProgramTime:
+    """Seconds one program took to compile and to run once."""
+
+    name: str
+    compile_seconds: float
+    run_seconds: float
+
+
+def cache_pages(config: EngineConfig, bytes_per_page: int, mesh: Mesh) -> int:
+    """Pages of the cache: as configured, or what fits in 80 % of the devices' free memory, or on a CPU enough for
+    max_seqs requests of full length. Raises ValueError when one request of max_model_len does not fit."""
+    if config.cache_tokens is not None:
+        return -(-config.cache_tokens // config.page_size)
+    stats = [d.memory_stats() for d in mesh.devices.flat] if mesh.devices.flat[0].platform == "gpu" else []
+    free = [s["bytes_limit"] - s["bytes_in_use"] for s in stats if s]
+    if not free:
+        return config.max_seqs * config.pages_per_seq
+    pages = int(min(free) * 0.8) // bytes_per_page
+    if pages < config.pages_per_seq:
+        raise ValueError(
+            f"free device memory holds {pages * config.page_size} cache tokens, less than max_model_len "
+            f"{config.max_model_len}; lower max_model_len or raise tp"
+        )
+    # More than every seat at full length can hold is never used.
+    return min(pages, config.max_seqs * config.pages_per_seq)
+
+
+class Runner:
+    """Runs passes. Not thread-safe: the engine thread owns it. Call warm_up before the first pass."""
+
+    def __init__(
+        self,
+        graphdef: Any,
+        abstract: nnx.State,
+        state: nnx.State,
+        mesh: Mesh,
+        config: EngineConfig,
+        encoder: VisionEncoder | None,
+    ):
+        self.config, self.mesh, self.encoder, self.state = config, mesh, encoder, state
+        sizing = LanguageModel(graphdef, abstract, mesh, config, LmShapes(0))
+        pages = cache_pages(config, sizing.bytes_per_page(), mesh)
+        pool = (0, 0) if encoder is None else encoder.pool.shape
+        self.lm = LanguageModel(graphdef, abstract, mesh, config, LmShapes(pages, *pool))
+        self.pages = pages
+        self.packer = Packer(config, pages, gather_pages=self.lm.gather_pages)
+        self.caches = self.lm.new_caches()
+        self.programs: dict[str, jax.stages.Compiled] = {}
+        kind = platform_of(mesh.devices.flat[0]).kind
+        threshold = 0 if kind == "cpu" else _GPU_MIN_MEAN_KEYS[config.merge]
+        self.stripes = StripeConfig(rows=config.stripe_rows, merge=config.merge, min_mean_keys=threshold)
+
+    # -- passes
+
+    def _call(self, name: str, *args: Any) -> Any:
+        return self.programs[name](self.state, *args)
+
+    def selection_for(self, chunks: Seq[Chunk]) -> Selection:
+        """How the indexer runs in a prefill pass of these chunks."""
+        if len(self.lm.selections) == 1:
+            return self.lm.selections[0]
+        rows = sum(c.stop - c.start for c in chunks)
+        keys = sum((c.start + 1 + c.stop) * (c.stop - c.start) // 2 for c in chunks)
+        striped, _ = engages(rows, self.config.tp, keys / max(rows, 1), self.stripes)
+        return self.lm.selections[int(striped)]
+
+    def prefill(self, chunks: Seq[Chunk], selection: Selection) -> np.ndarray:
+        """Computes the chunks; returns the token sampled after each (meant only for those that finish a prompt)."""
+        tokens, _ = self._prefill(chunks, selection)
+        return np.asarray(tokens)[: len(chunks)]
+
+    def _splice(self, ids: np.ndarray, pool_index: np.ndarray) -> Any:
+        """Hidden rows of token ids and image rows, and their deepstack rows (None where there are none)."""
+        name = f"splice/{ids.shape[0]}"
+        if self.encoder is None:
+            return self._call(name, ids), None
+        hidden, deep = self._call(name, ids, self.encoder.pool, pool_index)
+        return hidden, deep if self.lm.decoder.num_deepstack else None
+
+    def _prefill(self, chunks: Seq[Chunk], selection: Selection) -> tuple[jax.Array, jax.Array]:
+        rows = bucket_for(self.config.token_buckets, sum(c.rows for c in chunks))
+        ids, pool_index, step = self.packer.extend(chunks, rows)
+        inputs = self._splice(ids, pool_index)
+        samples = samples_of([c.seq for c in chunks], self.config.max_seqs)
+        tokens, logits, self.caches = self._call(
+            self.lm.extend_name(rows, selection), inputs, self.caches, step, samples
+        )
+        return tokens, logits
+
+    def decode(self, seqs: Seq[Sequence]) -> np.ndarray:
+        """Computes each sequence's last token; returns the token sampled after it."""
+        size = bucket_for(self.config.batch_buckets, len(seqs))
+        ids, step = self.packer.decode(seqs, size)
+        tokens, _, self.caches = self._call(f"decode/{size}", ids, self.caches, step, samples_of(seqs, size))
+        return np.asarray(tokens)[: len(seqs)]
+
+    # -- start-up
+
+    def warm_up(self, progress: Progress = lambda done, total, name: None) -> list[ProgramTime]:
+        """Compiles every program and runs it once on every device, then checks the striped against the replicated
+        indexer. Raises RuntimeError when they disagree."""
+        programs = self.lm.programs()
+        times = []
+        for i, program in enumerate(programs):
+            progress(i, len(programs), program.name)
+            start = time.perf_counter()
+            self.programs[program.name] = program.compile()
+            times.append((program.name, time.perf_counter() - start))
+        seconds: dict[str, float] = {}
+
+        def timed(name: str, run: Callable[[], Any]) -> Any:
+            begin = time.perf_counter()
+            out = jax.block_until_ready(run())
+            seconds[name] = time.perf_counter() - begin
+            return out
+
+        for rows in self.config.token_buckets:
+            chunk = self._made_up_chunk(rows)
+            ids, pool_index, _ = self.packer.extend([chunk], rows)
+            timed(f"splice/{rows}", lambda ids=ids, index=pool_index: self._splice(ids, index))
+            logits = []
+            for how in self.lm.selections:
+                name = self.lm.extend_name(rows, how)
+                _, out = timed(name, lambda chunk=chunk, how=how: self._prefill([chunk], how))
+                logits.append(np.asarray(out)[0])
+            self._check_agreement(rows, logits)
+        one_token = self._made_up_chunk(1).seq
+        for size in self.config.batch_buckets:
+            timed(f"decode/{size}", lambda size=size: self.decode([one_token] * size))
+        progress(len(programs), len(programs), "")
+        return [ProgramTime(name, compiled, seconds[name]) for name, compiled in times]
+
+    def _made_up_chunk(self, rows: int) -> Chunk:
+        """A chunk of a request that does not exist, on pages that nobody holds yet."""
+        length = min(rows, self.config.max_model_len)
+        ids = [i % self.lm.decoder.vocab_size for i in range(1, length + 1)]
+        params = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9)
+        positions = np.broadcast_to(np.arange(length, dtype=np.int32), (3, length))
+        seq = Sequence(Submission("warm-up", ids, (), params), lambda event: None, positions, 0, seed=1)
+        seq.pages = list(range(-(-length // self.config.page_size)))
+        return Chunk(seq, 0, length)
+
+    def _check_agreement(self, rows: int, logits: list[np.ndarray]) -> None:
+        scale = max(float(np.abs(logits[0]).max()), 1e-6)
+        if not np.isfinite(scale):
+            raise RuntimeError(f"the decoder gives {scale} for a warm-up prompt of {rows} tokens; check the checkpoint")
+        for other in logits[1:]:
+            apart = float(np.abs(other - logits[0]).max()) / scale
+            if not apart <= _SELF_TEST_TOLERANCE:
+                raise RuntimeError(
+                    f"the striped indexer disagrees with the replicated one on this machine (logits differ by "
+                    f"{apart:.1e} of the largest at {rows} rows); start with --no-indexer-stripes and report it"
+                )
+
+
+def rows_by_path(chunks: Seq[Chunk], selection: Selection) -> Mapping[str, int]:
+    """Real rows of a prefill pass by the way the indexer went."""
+    rows = sum(c.stop - c.start for c in chunks)
+    return {"striped" if selection.stripe_rows else "replicated": rows}

@@ -1,0 +1,92 @@
+"""Drives a decoder's own programs without the engine: one request, any chunking, logits of every token."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from serving.batch import Packer, samples_of
+from serving.config import EngineConfig, bucket_for
+from serving.lm import LanguageModel, LmShapes
+from serving.models import bind_decoder
+from serving.models.decoder import Selection
+from serving.protocol import SamplingParams, Submission
+from serving.scheduler import Chunk
+from serving.sequence import Sequence
+from vitstripe.checkpoint import Checkpoint, load, raise_problems
+from vitstripe.mesh import make_mesh
+
+CONFIG = EngineConfig(max_model_len=112, page_size=8, max_seqs=48, prefill_tokens=64)
+
+
+def checkpoint_at(folder: Path, **fields) -> Checkpoint:
+    """The checkpoint with some config.json fields replaced."""
+    checkpoint = Checkpoint(folder)
+    checkpoint.config |= fields
+    return checkpoint
+
+
+class Driver:
+    """A decoder of `checkpoint` on tp devices, float32. pool: image row pool [rows, width], None for a text model."""
+
+    def __init__(self, checkpoint: Checkpoint, tp: int, pool: np.ndarray | None = None, config: EngineConfig = CONFIG):
+        self.mesh, self.config, self.pool = make_mesh(tp), replace(config, tp=tp), pool
+        binding = bind_decoder(checkpoint, tp=tp, dtype=jnp.float32)
+        raise_problems(checkpoint, [binding])
+        self.state = load(checkpoint, binding, self.mesh)
+        pages = 2 * self.config.pages_per_seq
+        shapes = LmShapes(pages, *((0, 0) if pool is None else pool.shape))
+        self.lm = LanguageModel(binding.graphdef, binding.abstract, self.mesh, self.config, shapes)
+        self.packer = Packer(self.config, pages, gather_pages=self.lm.gather_pages)
+        self.caches = self.lm.new_caches()
+        self.compiled = {}
+        self.selections = []
+
+    def sequence(self, ids, images=(), positions=None, delta=0, first_page=0) -> Sequence:
+        """A request whose pages are interleaved with another's, so that logical and physical order differ."""
+        if positions is None:
+            positions = np.broadcast_to(np.arange(len(ids), dtype=np.int32), (3, len(ids)))
+        submission = Submission(f"r{first_page}", [int(i) for i in ids], images, SamplingParams(1, temperature=0.0))
+        seq = Sequence(submission, lambda event: None, positions, delta, seed=0)
+        seq.pages = list(range(first_page, 2 * self.config.pages_per_seq, 2))[::-1]
+        return seq
+
+    def _call(self, program, *args):
+        if program.name not in self.compiled:
+            self.compiled[program.name] = program.compile()
+        return self.compiled[program.name](self.state, *args)
+
+    def extend(self, chunks: list[Chunk], selection: Selection = Selection(None)) -> list[np.ndarray]:
+        """Logits [tokens, V] of every token of each chunk."""
+        rows = bucket_for(self.config.token_buckets, sum(c.rows for c in chunks))
+        ids, pool_index, step = self.packer.extend(chunks, rows)
+        at = np.cumsum([0] + [c.rows for c in chunks[:-1]])
+        wanted = np.concatenate([a + np.arange(c.stop - c.start) for a, c in zip(at, chunks, strict=True)])
+        step = replace(step, last_rows=np.resize(wanted, self.config.max_seqs).astype(np.int32))
+        splice = self.lm.splice(rows)
+        inputs = (self._call(splice, ids), None) if self.pool is None else self._call(splice, ids, self.pool, pool_index)
+        program = self.lm.extend(rows, selection, keep_selections=True)
+        samples = samples_of([], self.config.max_seqs)
+        _, logits, self.caches, self.selections = self._call(program, inputs, self.caches, step, samples)
+        logits = np.asarray(logits)[: len(wanted)]
+        return np.split(logits, np.cumsum([c.stop - c.start for c in chunks])[:-1])
+
+    def prefill(self, seq: Sequence, cuts: list[int], selection: Selection = Selection(None)) -> np.ndarray:
+        """Logits [T, V] of the whole prompt, computed in chunks that end at `cuts`."""
+        parts, start = [], 0
+        for stop in [*cuts, len(seq.tokens)]:
+            parts += self.extend([Chunk(seq, start, stop)], selection)
+            start = stop
+        seq.computed = len(seq.tokens)
+        return np.concatenate(parts)
+
+    def greedy(self, seq: Sequence, first: int, count: int) -> list[int]:
+        """`first` and the count - 1 tokens that greedy decoding puts after it."""
+        seq.tokens.append(first)
+        for _ in range(count - 1):
+            ids, step = self.packer.decode([seq], 3)
+            args = (ids, self.caches, step, samples_of([seq], 3))
+            tokens, _, self.caches = self._call(self.lm.decode(3), *args)
+            seq.tokens.append(int(tokens[0]))
+        return seq.tokens[seq.prompt_length :]

@@ -1,0 +1,371 @@
+"""VisionEncoder: batching over lanes, the row pool, warm-up and the programs themselves."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+from PIL import Image
+
+from tests.helpers import relative_error
+from tests.vitbatch.pictures import encoded, noise
+from vitbatch import BucketLadder, EncoderConfig, ImageError, PoolFull, PreparedImage, VisionEncoder
+from vitbatch.encoder import Frame
+from vitstripe import make_mesh
+
+SIZES = [(64, 64), (100, 70), (37, 256), (200, 130), (64, 224), (33, 90), (96, 96), (180, 180), (1, 150)]
+
+
+def prepare(encoder: VisionEncoder, *sizes: tuple[int, int], seed: int = 0) -> list[PreparedImage]:
+    return [encoder.processor.prepare(noise(h, w, seed)) for h, w in sizes]
+
+
+def keys(images) -> list[bytes]:
+    return [image.key for image in images]
+
+
+def pool_rows(encoder: VisionEncoder, slots: np.ndarray) -> np.ndarray:
+    return np.asarray(encoder.pool)[slots].astype(np.float32)
+
+
+# ---- the same rows, however they are batched ----
+
+
+@pytest.mark.multidevice
+def test_rows_do_not_depend_on_the_mesh_width(encoder_of):
+    images = prepare(encoder_of(1, (512,)), *SIZES)
+    alone = encoder_of(1, (512,)).encode(images)
+    for tp in (2, 4, 8):
+        for got, want in zip(encoder_of(tp, (512,)).encode(images), alone, strict=True):
+            assert relative_error(got, want) < 5e-6
+
+
+@pytest.mark.multidevice
+def test_one_image_on_eight_devices_equals_one_device(encoder_of):
+    (image,) = prepare(encoder_of(1, (512,)), (100, 70))
+    (want,), (got,) = (encoder_of(tp, (512,)).encode([image]) for tp in (1, 8))
+    assert got.shape == (image.num_tokens, 192)
+    assert relative_error(got, want) < 5e-6
+
+
+@pytest.mark.multidevice
+@pytest.mark.parametrize("config", [{}, {"dtype": "bfloat16"}], ids=str)
+def test_an_image_has_the_same_bits_alone_and_beside_any_neighbour(encoder_of, config):
+    encoder = encoder_of(2, (512,), **config)
+    target, *others = prepare(encoder, (100, 70), (200, 130), (96, 96), (180, 180), (64, 64), (37, 256))
+    (alone,) = encoder.encode([target])
+    # Behind a longer image, in either lane, with and without a second one in front.
+    for neighbours in (others[:1], others[:2], others[:3], others, [others[1]], [others[2], others[4]]):
+        for place in (0, len(neighbours)):
+            images = [*neighbours[:place], target, *neighbours[place:]]
+            np.testing.assert_array_equal(encoder.encode(images)[place], alone)
+
+
+@pytest.mark.multidevice
+def test_the_neighbour_test_moves_the_image_between_lanes_and_places(encoder_of):
+    encoder = encoder_of(2, (512,))
+    sizes = [
+        image.patches.shape[0] for image in prepare(encoder, (100, 70), (200, 130), (96, 96), (180, 180), (64, 64))
+    ]
+    plans = [encoder._plan([sizes[0], *sizes[1:n]])[0] for n in range(1, 6)]
+    assert {plan.lane[0] for plan in plans} == {0, 1}
+    assert len({plan.start[0] for plan in plans}) > 1
+
+
+@pytest.mark.multidevice
+def test_without_the_data_parallel_encoder_one_lane_gives_the_same_rows(encoder_of):
+    split, whole = encoder_of(4, (512,)), encoder_of(4, (512,), dp_encoder=False)
+    images = prepare(split, *SIZES[:5])
+    for got, want in zip(whole.encode(images), split.encode(images), strict=True):
+        assert relative_error(got, want) < 5e-6
+    encoded_images = whole.encode_to_pool(images)
+    assert {call.lanes for call in encoded_images.calls} == {1}
+    whole.release(keys(images))
+
+
+@pytest.mark.multidevice
+def test_a_mesh_axis_that_is_not_ours_is_left_alone(checkpoint, encoder_of):
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    config = EncoderConfig(ladder=BucketLadder((512,)))
+    wide = VisionEncoder.from_checkpoint(checkpoint, mesh=mesh, axis="model", config=config)
+    narrow = encoder_of(2, (512,))
+    for sizes in (SIZES[:1], SIZES[:3]):
+        for got, want in zip(wide.encode(prepare(wide, *sizes)), narrow.encode(prepare(narrow, *sizes)), strict=True):
+            np.testing.assert_array_equal(got, want)
+
+
+def test_a_mesh_with_explicit_axes_is_refused(checkpoint):
+    with pytest.raises(ValueError, match="'tp' is Explicit"):
+        VisionEncoder.from_checkpoint(checkpoint, mesh=jax.make_mesh((1,), ("tp",), axis_types=(AxisType.Explicit,)))
+
+
+def test_files_pil_images_arrays_and_prepared_images_mix_and_keep_their_order(encoder_of):
+    encoder = encoder_of(2, (512,))
+    pixels = [noise(*size, 0) for size in SIZES[:4]]
+    mixed = [
+        pixels[0],
+        encoded(Image.fromarray(pixels[1]), "PNG"),
+        Image.fromarray(pixels[2]),
+        encoder.processor.prepare(pixels[3]),
+        pixels[0],
+    ]
+    got = encoder.encode(mixed)
+    for rows, image in zip(got, [*pixels, pixels[0]], strict=True):
+        (want,) = encoder.encode([image])
+        assert rows.dtype == np.float32
+        assert relative_error(rows, want) < 5e-6
+    assert encoder.encode([]) == []
+
+
+def test_bfloat16_rows_stay_close_to_float32(encoder_of):
+    exact, half = encoder_of(2, (512,)), encoder_of(2, (512,), dtype="bfloat16")
+    assert half.pool.dtype == "bfloat16"
+    for size in SIZES[:3]:
+        (want,), (got,) = exact.encode([noise(*size, 0)]), half.encode([noise(*size, 0)])
+        cosine = (got * want).sum(-1) / np.linalg.norm(got, axis=-1) / np.linalg.norm(want, axis=-1)
+        assert cosine.min() > 0.9995, f"{size}: {cosine.min():.5f}"
+
+
+# ---- the row pool ----
+
+
+def test_pool_rows_equal_encoded_rows_on_every_device(encoder_of):
+    encoder = encoder_of(4, (512,))
+    images = prepare(encoder, *SIZES, seed=1)
+    found = encoder.encode_to_pool(images)
+    for slots, want in zip(found.slots, encoder.encode(images), strict=True):
+        assert slots.dtype == np.int32
+        for copy in encoder.pool.addressable_shards:
+            assert relative_error(np.asarray(copy.data)[slots], want) < 5e-6
+    taken = np.concatenate(found.slots)
+    assert len(set(taken.tolist())) == len(taken) == sum(image.num_tokens for image in images)
+    encoder.release(keys(images))
+
+
+def test_equal_images_are_encoded_once_and_found_again(encoder_of):
+    encoder = encoder_of(2, (512,))
+    a, b = prepare(encoder, (100, 70), (64, 64), seed=2)
+    hits, misses = encoder.cache.hits, encoder.cache.misses
+    first = encoder.encode_to_pool([a, b, a])
+    assert (first.call_of, [c.images for c in first.calls]) == ([0, 0, 0], [2])
+    np.testing.assert_array_equal(first.slots[0], first.slots[2])
+    again = encoder.encode_to_pool([b, a])
+    assert (again.call_of, again.calls) == ([None, None], [])
+    np.testing.assert_array_equal(again.slots[1], first.slots[0])
+    assert (encoder.cache.hits - hits, encoder.cache.misses - misses) == (2, 2)
+    encoder.release([*keys([a, b, a]), *keys([b, a])])
+
+
+def test_calls_are_numbered_and_say_what_they_did(encoder_of):
+    encoder = encoder_of(2, (256, 512), max_call_patches=200)
+    images = prepare(encoder, (100, 70), (200, 130), (64, 64))
+    sizes = [image.patches.shape[0] for image in images]
+    assert sizes == [24, 96, 16]
+    images += prepare(encoder, (180, 180))
+    found = encoder.encode_to_pool(images)
+    assert found.call_of == [0, 0, 0, 1]
+    first, second = found.calls
+    assert (second.call_id - first.call_id, first.images, first.patches, first.lanes_filled) == (1, 3, 136, 2)
+    assert (first.lanes, first.bucket, first.padded_ratio) == (2, 256, 1 - 136 / 512)
+    assert (second.images, second.lanes_filled) == (1, 1)
+    assert first.seconds > 0
+    encoder.release(keys(images))
+
+
+def test_a_full_pool_pins_nothing_and_enters_nothing(encoder_of):
+    encoder = encoder_of(2, (512,), pool_tokens=30)
+    held, more = prepare(encoder, (100, 70), (200, 130), seed=3)
+    assert [image.num_tokens for image in (held, more)] == [6, 24]
+    encoder.encode_to_pool([held])
+    slots = encoder.encode_to_pool([more]).slots[0]
+    before = pool_rows(encoder, slots)
+    third, fourth = prepare(encoder, (64, 64), (96, 96), seed=4)
+    with pytest.raises(PoolFull, match=r"4 rows wanted, but 30 of the pool's 30 are in use"):
+        encoder.encode_to_pool([more, third])
+    assert third.key not in encoder.cache
+    np.testing.assert_array_equal(pool_rows(encoder, slots), before)
+    # The failed call pinned `more` once too often for a moment; one release must free it.
+    encoder.release([more.key])
+    evictions = encoder.cache.evictions
+    encoder.encode_to_pool([third, fourth])
+    assert more.key not in encoder.cache
+    assert encoder.cache.evictions == evictions + 1
+    with pytest.raises(ValueError, match="released more often"):
+        encoder.release([more.key])
+    encoder.release(keys([held, third, fourth]))
+    assert encoder.cache.tokens_pinned == 0
+
+
+def test_an_evicted_image_is_encoded_again_to_the_same_rows(encoder_of):
+    encoder = encoder_of(2, (512,), pool_tokens=30)
+    a, b = prepare(encoder, (200, 130), (96, 96), seed=5)
+    rows = []
+    for image in (a, b, a):
+        found = encoder.encode_to_pool([image])
+        assert found.call_of == [0], "24 and 9 tokens do not fit 30 rows together"
+        rows.append(pool_rows(encoder, found.slots[0]))
+        encoder.release([image.key])
+    np.testing.assert_array_equal(rows[2], rows[0])
+
+
+def test_an_image_larger_than_the_pool_or_the_ladder_is_refused_for_good(checkpoint, encoder_of):
+    encoder = encoder_of(2, (512,), pool_tokens=10)
+    (image,) = prepare(encoder, (200, 130))
+    encoder.check(image)
+    with pytest.raises(ValueError, match="image of 24 tokens is larger than the pool of 10"):
+        encoder.encode_to_pool([image])
+    other = VisionEncoder.from_checkpoint(
+        checkpoint, mesh=make_mesh(2), config=EncoderConfig(ladder=BucketLadder((64,)))
+    )
+    for call in (other.check, lambda x: other.encode_to_pool([x])):
+        with pytest.raises(ImageError, match="image of 130x200 px has 96 patches; the largest bucket holds 64"):
+            call(image)
+    with pytest.raises(ImageError, match="needs 96 patches; the limit is 64"):
+        other.encode([noise(200, 130, 0)])
+    assert not other._compiled
+
+
+def test_a_fault_of_the_device_leaves_the_cache_as_it_was(encoder_of, monkeypatch):
+    encoder = encoder_of(2, (512,))
+    held, fresh = prepare(encoder, (96, 96), (100, 70), seed=6)
+    encoder.encode_to_pool([held])
+
+    def fails(*_):
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(encoder, "_dispatch", fails)
+    with pytest.raises(RuntimeError, match="device lost"):
+        encoder.encode_to_pool([held, fresh])
+    assert fresh.key not in encoder.cache
+    assert encoder.cache.tokens_pinned == held.num_tokens
+    encoder.release([held.key])
+    assert encoder.cache.tokens_pinned == 0
+
+
+def test_one_key_for_two_grids_is_refused(encoder_of):
+    encoder = encoder_of(2, (512,))
+    a, b = prepare(encoder, (64, 96), (96, 64))
+    liar = PreparedImage(b.patches, b.grid_thw, a.key, b.num_tokens, b.size)
+    with pytest.raises(ValueError, match="stands for two different grids"):
+        encoder.encode_to_pool([a, liar])
+
+
+def test_thirty_three_images_in_one_step_each_get_their_own_rows(encoder_of):
+    encoder = encoder_of(4, (512,))
+    images = [encoder.processor.prepare(noise(*SIZES[i % 3], 100 + i)) for i in range(33)]
+    found = encoder.encode_to_pool(images)
+    assert [len(slots) for slots in found.slots] == [image.num_tokens for image in images]
+    for image, slots in zip(images[::8], found.slots[::8], strict=True):
+        assert relative_error(pool_rows(encoder, slots), encoder.encode([image])[0]) < 5e-6
+    encoder.release(keys(images))
+
+
+# ---- warm-up ----
+
+
+@pytest.mark.multidevice
+@pytest.mark.parametrize(("dp_encoder", "capacities"), [(True, (256, 512)), (False, (512,))])
+def test_nothing_compiles_after_warm_up(checkpoint, compile_counter, dp_encoder, capacities):
+    config = EncoderConfig(ladder=BucketLadder(capacities), pool_tokens=600, dp_encoder=dp_encoder)
+    encoder = VisionEncoder.from_checkpoint(checkpoint, mesh=make_mesh(4), config=config)
+    seen = []
+    encoder.warm_up(lambda done, total, name: seen.append((done, total, name)))
+    assert seen == [(n, len(capacities), f"vision/{c}") for n, c in enumerate(capacities, 1)]
+    draw = np.random.default_rng(0)
+    sizes = [(448, 448), (448, 640), (224, 896), (1000, 37), (32, 32), (1, 1), (150, 1)]
+    with compile_counter() as compiles:
+        for count in range(1, 10):
+            images = [encoder.processor.prepare(noise(*sizes[int(i)], count)) for i in draw.integers(0, 7, count)]
+            encoder.encode(images[:3])
+            encoder.encode_to_pool(images[:4])
+            encoder.release(keys(images[:4]))
+        encoder.warm_up()
+    assert compiles.count == 0
+
+
+def test_warm_up_leaves_live_rows_alone_and_reports_every_bucket(encoder_of):
+    encoder = encoder_of(2, (512,))
+    images = prepare(encoder, (96, 96), (100, 70))
+    slots = np.concatenate(encoder.encode_to_pool(images).slots)
+    encoder.release(keys(images))
+    before, calls = pool_rows(encoder, slots), encoder._calls
+    report = encoder.warm_up()
+    np.testing.assert_array_equal(pool_rows(encoder, slots), before)
+    assert encoder._calls == calls
+    assert [(b.name, b.lanes, b.capacity) for b in report.buckets] == [("vision/512", 2, 512)]
+    assert report.buckets[0].run_seconds > 0
+    header, line = str(report).splitlines()
+    assert header.split() == ["program", "lanes", "patches", "compile", "s", "run", "s"]
+    assert line.split()[:3] == ["vision/512", "2", "1024"]
+    assert len(header) == len(line)
+
+
+def test_warm_up_runs_full_lanes_of_several_images(encoder_of):
+    encoder = encoder_of(2, (512,))
+    for capacity in (256, 1024, 2624):
+        frames = encoder._full_lanes(capacity)
+        assert sum(len(frame.rows) for frame in frames) == 2 * capacity
+        assert all(len(frame.rows) == frame.grid[0] * frame.grid[1] for frame in frames)
+        assert frames[0].rows.std() > 50
+
+
+# ---- the programs ----
+
+
+@pytest.mark.multidevice
+@pytest.mark.parametrize(("tp", "dp_encoder"), [(1, True), (2, True), (8, True), (8, False)])
+def test_a_bucket_program_has_exactly_the_collectives_it_declares(encoder_of, tp, dp_encoder):
+    programs = encoder_of(tp, (256, 512), dp_encoder=dp_encoder).programs()
+    assert [p.name for p in programs] == ["vision/256", "vision/512"]
+    expected = 1 if tp > 1 and dp_encoder else 0
+    for program in programs:
+        text = program.lower().as_text()
+        assert dict(program.collectives) == {"all_gather": expected}
+        assert len(re.findall(r"stablehlo\.all_gather", text)) == expected
+        assert not re.search(r"stablehlo\.(all_reduce|all_to_all|collective_permute|reduce_scatter)", text)
+
+
+@pytest.mark.multidevice
+def test_every_program_lowers_for_rocm_without_host_calls_or_convolutions(encoder_of):
+    for program in encoder_of(2, (512,)).programs():
+        text = program.fn.trace(*program.args).lower(lowering_platforms=("rocm",)).as_text()
+        assert "stablehlo.convolution" not in text
+        calls = set(re.findall(r"custom_call @(\w+)", text))
+        assert calls <= {"Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"}, calls
+
+
+def test_a_compiled_program_raises_on_another_shape_instead_of_compiling(encoder_of, compile_counter):
+    encoder = encoder_of(1, (256, 512))
+    encoder.encode(prepare(encoder, (64, 64)))
+    compiled = encoder._compiled[256, "uint8"]
+    arguments = list(encoder.programs()[1].args)
+    with compile_counter() as compiles, pytest.raises(TypeError):
+        compiled(*arguments)
+    assert compiles.count == 0
+
+
+def test_pixels_are_normalised_on_the_device(encoder_of):
+    encoder = encoder_of(1, (512,))
+    (image,) = prepare(encoder, (100, 70))
+    pixels = (image.patches.astype(np.float32) - 127.5) / 127.5
+    twice = np.repeat(pixels.reshape(-1, 3, 1, 256), 2, 2).reshape(len(pixels), -1)
+    got, want = (
+        encoder.encode_frames([Frame(image.patches, image.grid_thw[1:])]),
+        encoder.encode_frames([Frame(twice, image.grid_thw[1:])]),
+    )
+    assert relative_error(got[0], want[0]) < 5e-6
+
+
+def test_rows_of_another_tower_are_refused(encoder_of):
+    encoder = encoder_of(1, (512,))
+    alien = PreparedImage(np.zeros((16, 588), np.uint8), (1, 4, 4), bytes(32), 4, (56, 56))
+    with pytest.raises(ValueError, match="image rows have 588 features, this tower reads 768"):
+        encoder.encode([alien])
+
+
+def test_the_default_ladder_and_pool_hold_the_largest_image(checkpoint):
+    encoder = VisionEncoder.from_checkpoint(checkpoint, mesh=make_mesh(1))
+    assert encoder.processor.largest_image_patches == 452
+    assert encoder.ladder.capacities == (256, 512, 1024)
+    assert encoder.pool.shape[0] == 1024

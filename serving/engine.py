@@ -156,7 +156,7 @@ class Engine:
                 f"send fewer or smaller images"
             )
         if self._uses_mrope:
-            merge = encoder.spatial_merge_size if encoder is not None else 1
+            merge = encoder.vision_config.merge_size if encoder is not None else 1
             positions, delta = mrope_positions(length, [(s.start, s.image.grid_thw) for s in spans], merge)
         else:
             positions, delta = np.broadcast_to(np.arange(length, dtype=np.int32), (3, length)), 0

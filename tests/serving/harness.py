@@ -17,6 +17,7 @@ from serving.sequence import Sequence
 from vitstripe.checkpoint import Checkpoint, load, raise_problems
 from vitstripe.mesh import make_mesh
 
+REPLICATED = Selection(None)
 CONFIG = EngineConfig(max_model_len=112, page_size=8, max_seqs=48, prefill_tokens=64)
 
 
@@ -57,7 +58,7 @@ class Driver:
             self.compiled[program.name] = program.compile()
         return self.compiled[program.name](self.state, *args)
 
-    def extend(self, chunks: list[Chunk], selection: Selection = Selection(None)) -> list[np.ndarray]:
+    def extend(self, chunks: list[Chunk], selection: Selection = REPLICATED) -> list[np.ndarray]:
         """Logits [tokens, V] of every token of each chunk."""
         rows = bucket_for(self.config.token_buckets, sum(c.rows for c in chunks))
         ids, pool_index, step = self.packer.extend(chunks, rows)
@@ -65,14 +66,16 @@ class Driver:
         wanted = np.concatenate([a + np.arange(c.stop - c.start) for a, c in zip(at, chunks, strict=True)])
         step = replace(step, last_rows=np.resize(wanted, self.config.max_seqs).astype(np.int32))
         splice = self.lm.splice(rows)
-        inputs = (self._call(splice, ids), None) if self.pool is None else self._call(splice, ids, self.pool, pool_index)
+        inputs = (
+            (self._call(splice, ids), None) if self.pool is None else self._call(splice, ids, self.pool, pool_index)
+        )
         program = self.lm.extend(rows, selection, keep_selections=True)
         samples = samples_of([], self.config.max_seqs)
         _, logits, self.caches, self.selections = self._call(program, inputs, self.caches, step, samples)
         logits = np.asarray(logits)[: len(wanted)]
         return np.split(logits, np.cumsum([c.stop - c.start for c in chunks])[:-1])
 
-    def prefill(self, seq: Sequence, cuts: list[int], selection: Selection = Selection(None)) -> np.ndarray:
+    def prefill(self, seq: Sequence, cuts: list[int], selection: Selection = REPLICATED) -> np.ndarray:
         """Logits [T, V] of the whole prompt, computed in chunks that end at `cuts`."""
         parts, start = [], 0
         for stop in [*cuts, len(seq.tokens)]:

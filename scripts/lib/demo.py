@@ -1,0 +1,306 @@
+"""scripts/demo: two servers, a burst of photographs and digits, a long prompt, and one table to judge them by."""
+
+import argparse
+import base64
+import http.client
+import json
+import re
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parents[2]
+DIGITS = ROOT / "serving" / "assets" / "digits"
+PHOTOS = ROOT / "tests" / "data" / "photos"
+SPARSE_MODEL = ROOT / "tests" / "goldens" / "glm_moe_dsa"
+BURST = 16
+TP = 2
+READY_SECONDS = 300
+
+console = Console(highlight=False)
+
+
+@dataclass
+class Reply:
+    """What one request got. ttft, seconds: from sending, in seconds."""
+
+    name: str
+    label: str | None
+    error: str = ""
+    text: str = ""
+    model: str = ""
+    ttft: float = 0.0
+    seconds: float = 0.0
+    usage: dict = field(default_factory=dict)
+    calls: list[int] = field(default_factory=list)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def get(port: int, path: str) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    try:
+        connection.request("GET", path)
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+    finally:
+        connection.close()
+
+
+def wait_ready(server: subprocess.Popen, port: int) -> None:
+    deadline = time.monotonic() + READY_SECONDS
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            raise SystemExit(f"the server ended with code {server.returncode} before it was ready; see above")
+        try:
+            if get(port, "/ready")[0] == 200:
+                return
+        except OSError:
+            pass
+        time.sleep(0.2)
+    raise SystemExit(f"the server was not ready after {READY_SECONDS} s: {get(port, '/ready')[1]}")
+
+
+@contextmanager
+def serving(model: str, port: int):
+    """A server of its own process on TP host devices, ready; stopped at the end."""
+    command = [sys.executable, "-m", "serving", "--model", model, "--tp", str(TP), "--port", str(port)]
+    console.print(f"\n[bold]$ python -m {' '.join(command[2:])}[/bold]")
+    server = subprocess.Popen(command, cwd=ROOT)
+    try:
+        wait_ready(server, port)
+        yield server
+    finally:
+        server.terminate()
+        try:
+            server.wait(40)
+        except subprocess.TimeoutExpired:
+            server.kill()
+
+
+def metrics(port: int) -> dict[str, float]:
+    """Every series of /metrics, keyed by name and labels."""
+    lines = (line.rsplit(" ", 1) for line in get(port, "/metrics")[1].splitlines() if not line.startswith("#"))
+    return {name.removeprefix("vitstripe_"): float(value) for name, value in lines}
+
+
+def stream(port: int, path: str, body: dict, reply: Reply) -> Reply:
+    """Sends a streaming request and fills the reply."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    body = body | {"stream": True, "stream_options": {"include_usage": True}}
+    began = time.perf_counter()
+    try:
+        connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+        response = connection.getresponse()
+        if response.status != 200:
+            reply.error = f"{response.status}: {json.loads(response.read())['error']['message']}"
+            return reply
+        for line in response:
+            data = line.decode().strip().removeprefix("data: ")
+            if not data or data == "[DONE]":
+                continue
+            event = json.loads(data)
+            if "error" in event:
+                reply.error = event["error"]["message"]
+                return reply
+            reply.model = event["model"]
+            reply.usage = event.get("usage") or reply.usage
+            reply.calls = event.get("vitstripe", {}).get("vit_calls", reply.calls)
+            for choice in event["choices"]:
+                piece = choice.get("text") or choice.get("delta", {}).get("content") or ""
+                if piece and not reply.text:
+                    reply.ttft = time.perf_counter() - began
+                reply.text += piece
+    except OSError as error:
+        reply.error = f"{type(error).__name__}: {error}"
+    finally:
+        reply.seconds = time.perf_counter() - began
+        connection.close()
+    return reply
+
+
+def image_request(path: Path) -> dict:
+    mime = {"jpg": "jpeg"}.get(path.suffix[1:], path.suffix[1:])
+    url = f"data:image/{mime};base64,{base64.b64encode(path.read_bytes()).decode()}"
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "digit?"}]
+    return {"messages": [{"role": "user", "content": parts}], "max_tokens": 8, "temperature": 0}
+
+
+def pick_images() -> list[tuple[Path, str | None]]:
+    """BURST images, photographs and digits mixed: (file, the right answer or None)."""
+    photos = sorted(p for p in PHOTOS.iterdir() if p.suffix in (".jpg", ".png", ".webp"))[:6]
+    digits = sorted(DIGITS.glob("digit_*.png"))[::2][: BURST - len(photos)]
+    mixed = [(p, p.name.split("_")[1]) for p in digits] + [(p, None) for p in photos]
+    return [mixed[i * 7 % len(mixed)] for i in range(len(mixed))]
+
+
+def burst(port: int) -> list[Reply]:
+    images = pick_images()
+    bodies = [image_request(path) for path, _ in images]
+    with ThreadPoolExecutor(BURST) as pool:
+        jobs = [
+            pool.submit(stream, port, "/v1/chat/completions", body, Reply(path.name, label))
+            for body, (path, label) in zip(bodies, images, strict=True)
+        ]
+        return [job.result() for job in jobs]
+
+
+def printable(text: str, width: int = 12) -> str:
+    text = text.encode("unicode_escape").decode()
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def show_burst(replies: list[Reply]) -> None:
+    table = Table(title=f"{len(replies)} chat requests at once, one image each")
+    for name, justify in (
+        ("image", "left"),
+        ("tokens", "right"),
+        ("TTFT ms", "right"),
+        ("ViT call", "right"),
+        ("answer", "left"),
+        ("", "left"),
+    ):
+        table.add_column(name, justify=justify)
+    for r in replies:
+        tokens = str(r.usage.get("prompt_tokens_details", {}).get("image_tokens", "?"))
+        calls = ", ".join(map(str, r.calls)) or "cache"
+        if r.error:
+            verdict, answer = "[red]failed[/red]", r.error
+        elif r.label is None:
+            verdict, answer = "[dim]a photograph: the demo model reads digits only[/dim]", printable(r.text)
+        else:
+            answer = printable(r.text)
+            verdict = "[green]right[/green]" if r.text == r.label else f"[red]wrong, it is {r.label}[/red]"
+        table.add_row(r.name, tokens, f"{r.ttft * 1000:.0f}", calls, answer, verdict)
+    console.print(table)
+
+
+def check_burst(replies: list[Reply], counts: dict[str, float]) -> list[str]:
+    """Prints what the encoder did; returns what is wrong."""
+    calls = counts["vit_calls_total"]
+    per_call = {c: sum(c in r.calls for r in replies) for r in replies for c in r.calls}
+    lanes = counts["vit_lanes_filled_sum"] / max(calls, 1)
+    padding = counts["vit_padded_patch_ratio_sum"] / max(calls, 1)
+    compiles = counts['compiles_total{stage="after_ready"}']
+    digits = [r for r in replies if r.label is not None]
+    right = sum(r.text == r.label for r in digits)
+    ttfts = sorted(r.ttft for r in replies)
+    facts = Table(show_header=False, box=None, padding=(0, 2))
+    for name, value in (
+        ("model", ", ".join(sorted({r.model for r in replies}))),
+        ("digits right", f"{right} of {len(digits)}"),
+        ("TTFT median / worst", f"{ttfts[len(ttfts) // 2] * 1000:.0f} / {ttfts[-1] * 1000:.0f} ms"),
+        ("images a ViT call", ", ".join(f"{n}" for _, n in sorted(per_call.items())) + f"  ({calls:.0f} calls)"),
+        ("lanes filled", f"{lanes:.2f} of {TP} on average"),
+        ("padding", f"{padding:.0%} of the computed patches"),
+        ("compiles after ready", f"{compiles:.0f}"),
+    ):
+        facts.add_row(name, value)
+    console.print(facts)
+    problems = [f"{r.name}: {r.error}" for r in replies if r.error]
+    if right < len(digits):
+        problems.append(f"{len(digits) - right} of {len(digits)} digits were read wrong")
+    if compiles:
+        problems.append(f"{compiles:.0f} programs were compiled after ready")
+    if calls >= len(replies):
+        problems.append(f"{calls:.0f} ViT calls for {len(replies)} images: nothing was batched across requests")
+    return problems
+
+
+def long_prompt() -> str:
+    """About 1200 tokens for the byte-level test tokenizer, no two sentences alike."""
+    return " ".join(f"Box {n} holds {n * n % 97} grey stones and {n * 31 % 89} red ones." for n in range(1, 28))
+
+
+def compare_selections(prompt: str) -> tuple[int, int]:
+    """(rows compared, rows equal) of the striped and a separately compiled replicated program on this prompt."""
+    command = [sys.executable, str(ROOT / "scripts" / "lib" / "compare_selections.py"), str(SPARSE_MODEL), str(TP)]
+    with console.status("compiling the replicated and the striped program apart, and comparing their selections"):
+        done = subprocess.run(command, cwd=ROOT, input=prompt, text=True, capture_output=True, check=False)
+    match = re.search(r"(\d+) of (\d+) rows equal", done.stdout)
+    if done.returncode or not match:
+        raise SystemExit(f"comparing selections failed:\n{done.stderr}")
+    return int(match[2]), int(match[1])
+
+
+def sparse_path(port: int) -> list[str]:
+    """The long prompt on the sparse-attention server; prints its table, returns what is wrong."""
+    prompt = long_prompt()
+    body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    reply = stream(port, "/v1/completions", body, Reply("long prompt", None))
+    counts = metrics(port)
+    striped = counts['indexer_rows_total{path="striped"}']
+    replicated = counts['indexer_rows_total{path="replicated"}']
+    compiles = counts['compiles_total{stage="after_ready"}']
+    rows, equal = compare_selections(prompt)
+    topk = json.loads((SPARSE_MODEL / "config.json").read_text())["index_topk"]
+    facts = Table(show_header=False, box=None, padding=(0, 2), title="one long prompt, sparse attention")
+    for name, value in (
+        ("model", f"{reply.model} (random weights: its text means nothing)"),
+        ("prompt", f"{reply.usage.get('prompt_tokens', 0)} tokens, each attends to at most {topk} selected ones"),
+        ("TTFT", f"{reply.ttft * 1000:.0f} ms"),
+        ("rows striped / replicated", f"{striped:.0f} / {replicated:.0f}"),
+        ("striped = replicated", f"{equal} of {rows} selections, compiled separately"),
+        ("compiles after ready", f"{compiles:.0f}"),
+    ):
+        facts.add_row(name, value)
+    console.print(facts)
+    problems = []
+    if reply.error:
+        problems.append(f"the long prompt: {reply.error}")
+    if not striped:
+        problems.append("no row of the long prompt went the striped way")
+    if equal != rows or not rows:
+        problems.append(f"the striped selection differs from the replicated one in {rows - equal} of {rows} rows")
+    if compiles:
+        problems.append(f"{compiles:.0f} programs were compiled after ready on the sparse-attention server")
+    return problems
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="scripts/demo",
+        description="Starts the server on two host devices, sends it a burst of photographs and handwritten digits, then "
+        "a long prompt to a second server with sparse attention, and shows what came back. Runs on a CPU.",
+    )
+    parser.add_argument("--keep", action="store_true", help="leave the first server up at the end, until Ctrl-C")
+    options = parser.parse_args()
+    began, port = time.perf_counter(), free_port()
+    with serving("demo", port) as server:
+        replies = burst(port)
+        show_burst(replies)
+        problems = check_burst(replies, metrics(port))
+        other = free_port()
+        with serving(str(SPARSE_MODEL.relative_to(ROOT)), other):
+            problems += sparse_path(other)
+        for problem in problems:
+            console.print(f"[red]FAILED[/red] {problem}")
+        if not problems:
+            console.print(f"\n[green]all right[/green] after {time.perf_counter() - began:.0f} s")
+        if options.keep:
+            body = json.dumps({"messages": [{"role": "user", "content": "digit?"}], "max_tokens": 4})
+            console.print(
+                f"\nthe digit reader is still up; try\n  curl -s http://127.0.0.1:{port}/v1/chat/completions \\"
+            )
+            console.print(f"    -H 'content-type: application/json' -d '{body}'\nCtrl-C stops it.", markup=False)
+            try:
+                server.wait()
+            except KeyboardInterrupt:
+                console.print("stopping")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

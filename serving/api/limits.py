@@ -1,0 +1,55 @@
+"""What a request may cost before the engine sees it."""
+
+import math
+from dataclasses import dataclass, fields
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of the HTTP side.
+
+    Args:
+        max_body_bytes: of one request body; more is a 413.
+        max_preparing_bytes: of all bodies that are being read and prepared at one time; more is a 503.
+        max_images: images a request.
+        max_image_bytes: of one encoded image.
+        max_messages: messages a chat.
+        max_text_chars: characters of a whole prompt; bounds the time spent on tokenising it.
+        max_stop: stop strings a request.
+        max_stop_chars: of one stop string.
+        text_workers: threads that parse bodies, render templates and tokenise.
+        image_workers: threads that decode and resize images.
+        heartbeat_seconds: an engine that showed no sign of life for longer counts as dead.
+        watch_seconds: how often a waiting request looks whether the engine is still alive.
+        abort_seconds: how long an answer that a stop string ended waits for the engine's own counts.
+
+    Raises:
+        ValueError: a limit is not a positive number.
+    """
+
+    max_body_bytes: int = 32 * MIB
+    max_preparing_bytes: int = 1024 * MIB
+    max_images: int = 8
+    max_image_bytes: int = 20 * MIB
+    max_messages: int = 2048
+    max_text_chars: int = 4_000_000
+    max_stop: int = 4
+    max_stop_chars: int = 256
+    text_workers: int = 2
+    image_workers: int = 2
+    heartbeat_seconds: float = 120.0
+    watch_seconds: float = 2.0
+    abort_seconds: float = 2.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{field.name} is {value}; it must be a positive number")
+        if self.max_preparing_bytes < self.max_body_bytes:
+            raise ValueError(
+                f"max_preparing_bytes is {self.max_preparing_bytes}, less than one body of max_body_bytes "
+                f"({self.max_body_bytes}); raise it"
+            )

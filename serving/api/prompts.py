@@ -1,0 +1,127 @@
+"""Parsed requests to what the engine takes: token ids, image spans and sampling parameters. Runs in worker threads."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from serving.api.errors import invalid
+from serving.api.schemas import ChatRequest, ImagePart, Message, Options, TextPart
+from serving.chat import ChatTemplate, Shield, TemplateFault
+from serving.protocol import ImageSpan, PreparedImage, SamplingParams
+from serving.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids with every image's placeholder expanded, and where each image sits."""
+
+    ids: list[int]
+    images: tuple[ImageSpan, ...]
+
+    @property
+    def image_tokens(self) -> int:
+        return sum(span.image.num_tokens for span in self.images)
+
+
+def chat_prompt(
+    request: ChatRequest, images: Sequence[PreparedImage], template: ChatTemplate, tokenizer: Tokenizer
+) -> Prompt:
+    """Render and tokenise a chat. `images` are those of the request, in order.
+
+    Raises:
+        ApiError: 400: the template refused the chat or does not place each image once.
+    """
+    shield = Shield(tokenizer.added_initials, request.texts())
+    try:
+        rendered = template.render([_template_message(message, shield, template) for message in request.messages])
+    except TemplateFault as error:
+        raise invalid(shield.restore(str(error)), "messages") from None
+    return expand_images(tokenizer.encode_rendered(rendered, shield.restore), images, tokenizer.image_token_id)
+
+
+def _template_message(message: Message, shield: Shield, template: ChatTemplate) -> dict[str, Any]:
+    texts = [shield.hide(part.text) for part in message.parts if isinstance(part, TextPart)]
+    has_image = any(isinstance(part, ImagePart) for part in message.parts)
+    if message.plain or not (template.takes_parts or has_image):
+        return {"role": message.role, "content": "\n".join(texts)}
+    parts = [
+        {"type": "text", "text": shield.hide(part.text)} if isinstance(part, TextPart) else {"type": "image"}
+        for part in message.parts
+    ]
+    return {"role": message.role, "content": parts}
+
+
+def expand_images(ids: list[int], images: Sequence[PreparedImage], image_token_id: int | None) -> Prompt:
+    """Replace the placeholder of each image, in order, by as many as the image has tokens.
+
+    ```
+    ids     a  b  <img>  c  <img>  d          images of 3 and 2 tokens
+    prompt  a  b  <img> <img> <img>  c  <img> <img>  d
+    spans         [2, 5)                [6, 8)
+    ```
+
+    Raises:
+        ApiError: 400: not exactly one placeholder an image.
+    """
+    found = ids.count(image_token_id) if image_token_id is not None else 0
+    if found != len(images):
+        raise invalid(
+            f"the chat template placed {found} images, the messages hold {len(images)}; "
+            "this model's template may not take images where they were sent",
+            "messages",
+        )
+    expanded: list[int] = []
+    spans: list[ImageSpan] = []
+    remaining = iter(images)
+    for token_id in ids:
+        if token_id == image_token_id:
+            image = next(remaining)
+            spans.append(ImageSpan(len(expanded), image))
+            expanded += [token_id] * image.num_tokens
+        else:
+            expanded.append(token_id)
+    return Prompt(expanded, tuple(spans))
+
+
+def completion_prompt(prompt: str | list[int], tokenizer: Tokenizer) -> Prompt:
+    """Tokenise a raw prompt, or check token ids.
+
+    Raises:
+        ApiError: 400: an id outside the vocabulary, or a placeholder of an image.
+    """
+    ids = tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt
+    if not ids:
+        raise invalid("prompt has no tokens; send at least one", "prompt")
+    for token_id in ids:
+        if not 0 <= token_id < tokenizer.vocab_size:
+            raise invalid(f"token id {token_id} is not in the vocabulary of {tokenizer.vocab_size}", "prompt")
+        if token_id in tokenizer.reserved_ids:
+            raise invalid(
+                f"token {token_id} stands for an image or video; send images to /v1/chat/completions", "prompt"
+            )
+    return Prompt(list(ids), ())
+
+
+def sampling_params(options: Options, prompt: Prompt, max_model_len: int) -> SamplingParams:
+    """Sampling parameters, with `max_tokens` filled in from the room that the prompt leaves.
+
+    Raises:
+        ApiError: 400: the prompt, or the prompt and `max_tokens`, do not fit the context.
+    """
+    length = len(prompt.ids)
+    image_note = f" ({prompt.image_tokens} of them from images)" if prompt.images else ""
+    room = max_model_len - length
+    if room < 1:
+        raise invalid(
+            f"the prompt has {length} tokens{image_note}, the context holds {max_model_len} and one has to be left for "
+            "the answer; shorten the prompt or send fewer or smaller images",
+            code="context_length_exceeded",
+        )
+    if options.max_tokens is not None and options.max_tokens > room:
+        raise invalid(
+            f"the prompt has {length} tokens{image_note} and max_tokens is {options.max_tokens}, together more than "
+            f"the context of {max_model_len}; lower max_tokens to {room} or shorten the prompt",
+            "max_tokens",
+            "context_length_exceeded",
+        )
+    return replace(options.sampling, max_tokens=room if options.max_tokens is None else options.max_tokens)

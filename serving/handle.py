@@ -1,0 +1,64 @@
+"""The engine as the HTTP side knows it from the first second, before there is one."""
+
+import threading
+from collections.abc import Callable
+
+from serving.engine import Engine
+from serving.protocol import EngineState, Event, Health, Overloaded, Submission
+
+
+class EngineHandle:
+    """Implements EngineClient: "starting" until an engine is set, then that engine."""
+
+    def __init__(self, *, model_name: str, max_model_len: int, eos_ids: frozenset[int]):
+        self._name, self._limit, self._eos = model_name, max_model_len, eos_ids
+        self._engine: Engine | None = None
+        self._state: EngineState = "starting"
+        self._detail = "loading"
+        self._lock = threading.Lock()
+
+    @property
+    def max_model_len(self) -> int:
+        return self._limit
+
+    @property
+    def model_name(self) -> str:
+        return self._name
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        return self._eos
+
+    def set_detail(self, detail: str) -> None:
+        self._detail = detail
+
+    def set_engine(self, engine: Engine) -> None:
+        """From now on requests go to `engine`, which is started here."""
+        with self._lock:
+            if self._state == "starting":
+                engine.start()
+                self._engine = engine
+
+    def fail(self, detail: str) -> None:
+        self._state, self._detail = "dead", detail
+
+    def drain(self, timeout: float) -> bool:
+        """Lets running requests end; True when all did within `timeout` seconds."""
+        with self._lock:
+            self._state = "dead" if self._state == "dead" else "draining"
+            engine = self._engine
+        return engine is None or engine.drain(timeout)
+
+    def submit(self, submission: Submission, on_event: Callable[[Event], None]) -> None:
+        if self._engine is None:
+            raise Overloaded(f"the server is {self._state}: {self._detail}", retry_after=5.0)
+        self._engine.submit(submission, on_event)
+
+    def abort(self, request_id: str) -> None:
+        if self._engine is not None:
+            self._engine.abort(request_id)
+
+    def health(self) -> Health:
+        if self._engine is not None:
+            return self._engine.health()
+        return Health(self._state, 0.0, self._detail)

@@ -1,0 +1,100 @@
+"""Shared fixtures. The default run is CPU-only: 8 host devices and exact float32 matmuls.
+
+`-m gpu` or `-m rocm` keeps the machine's own accelerator. `--slow` also runs the tests marked slow.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import pytest
+from jax.sharding import Mesh
+
+from tests.helpers import GOLDENS, det
+from vitstripe import make_mesh
+from vitstripe.platform import platform_of
+
+HOST_DEVICES = 8
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+    parser.addoption(
+        "--failed-before", action="append", default=[], help="a check that failed before pytest ran; named at the end"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not re.search(r"(?<!not )\b(gpu|rocm)\b", config.option.markexpr):
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", HOST_DEVICES)
+    jax.config.update("jax_default_matmul_precision", "highest")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("slow") and not config.option.slow:
+            item.add_marker(pytest.mark.skip(reason="slow: runs with --slow (scripts/test --all)"))
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    for name in config.option.failed_before:
+        terminalreporter.write_line(f"FAILED before pytest: {name}", red=True)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for name, kinds in (("rocm", ("rocm",)), ("gpu", ("cuda", "rocm"))):
+        if item.get_closest_marker(name):
+            device = platform_of(jax.devices()[0])
+            if device.kind not in kinds:
+                pytest.skip(f"NOT MEASURED: needs a {name.upper()} device, this run has {device.kind} ({device.name})")
+
+
+@pytest.fixture(scope="session")
+def goldens() -> Path:
+    """tests/goldens: tiny checkpoints and what the reference implementation computes from them."""
+    return GOLDENS
+
+
+@pytest.fixture(scope="session", name="det")
+def det_fixture() -> Callable[..., object]:
+    """The reference input generator, `det(shape, seed)`; also importable from tests.helpers."""
+    return det
+
+
+@pytest.fixture(scope="session")
+def mesh_of() -> Callable[[int], Mesh]:
+    """mesh_of(n): a mesh of the first n devices with one Auto axis "tp"."""
+    return make_mesh
+
+
+@dataclass
+class Compiles:
+    """count: backend compilations (disk cache hits included) since the block was entered."""
+
+    count: int = 0
+
+
+@pytest.fixture
+def compile_counter() -> Callable[[], AbstractContextManager[Compiles]]:
+    """`with compile_counter() as compiles: ...`, then read compiles.count."""
+
+    @contextmanager
+    def counting() -> Iterator[Compiles]:
+        compiles = Compiles()
+
+        def on_event(event: str, duration: float, **_: object) -> None:
+            if event == _COMPILE_EVENT:
+                compiles.count += 1
+
+        jax.monitoring.register_event_duration_secs_listener(on_event)
+        try:
+            yield compiles
+        finally:
+            jax.monitoring.unregister_event_duration_listener(on_event)
+
+    return counting

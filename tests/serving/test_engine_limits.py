@@ -1,0 +1,44 @@
+"""Engines of their own: a cache too small for all, and devices that fail. (The compile counter counts a whole process,
+so engines that come and go must not share a test with one that watches it.)"""
+
+import jax
+import pytest
+
+from serving.config import EngineConfig
+from serving.protocol import ErrorEvent, Overloaded
+from tests.serving.demo_server import DIGITS, Server
+
+
+def test_preempted_requests_lose_nothing():
+    """Four long answers in a cache that holds two: the same tokens as each gets alone."""
+    config = EngineConfig(tp=1, max_model_len=64, page_size=8, max_seqs=4, prefill_tokens=64, cache_tokens=96)
+    server = Server(config)
+    server.engine.start()
+    images = [server.prepare(path.read_bytes()) for path in DIGITS[:4]]
+    sampled = {"max_tokens": 20, "ignore_eos": True, "temperature": 1.5}
+    alone = [server.ask(image, seed=n, **sampled).result(60)[0] for n, image in enumerate(images)]
+    assert server.engine._scheduler.preemptions == 0
+    futures = [server.ask(image, seed=n, **sampled) for n, image in enumerate(images)]
+    assert [f.result(60)[0] for f in futures] == alone
+    assert server.engine._scheduler.preemptions > 0
+    assert server.close()
+    assert server.idle()
+    assert server.guard.after_ready == 0
+
+
+def test_a_fault_of_the_devices_ends_the_engine_and_tells_everyone(monkeypatch):
+    broken = Server(EngineConfig(tp=1, max_model_len=64, page_size=8, max_seqs=2, prefill_tokens=64))
+    broken.engine.start()
+    image = broken.prepare(DIGITS[0].read_bytes())
+
+    def lost(*args):
+        raise jax.errors.JaxRuntimeError("device lost")
+
+    monkeypatch.setattr(broken.runner, "decode", lost)
+    futures = [broken.ask(image) for _ in range(3)]
+    for future in futures:
+        assert future.result(60)[1] == ErrorEvent("internal", "the engine stopped")
+    assert broken.engine.health().state == "dead"
+    with pytest.raises(Overloaded, match="dead"):
+        broken.ask(image)
+    broken.guard.close()

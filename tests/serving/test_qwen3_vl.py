@@ -1,0 +1,117 @@
+"""Qwen3-VL end to end, photographs' rows and text: transformers' logits, greedy tokens and M-RoPE positions."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from serving.positions import mrope_positions
+from serving.protocol import ImageSpan
+from tests.helpers import det, relative_error
+from tests.serving.harness import Driver, checkpoint_at
+from vitbatch import PreparedImage, VisionEncoder
+from vitbatch.encoder import Frame
+
+IMAGE_TOKEN = 261
+
+
+@pytest.fixture(scope="module")
+def golden(goldens):
+    return load_file(goldens / "qwen3_vl" / "golden_text.safetensors")
+
+
+@pytest.fixture(scope="module")
+def image_rows(goldens, golden, mesh_of):
+    """The tower's rows of the golden prompt's two images, from the same float inputs transformers was given."""
+    meta = json.loads((goldens / "qwen3_vl" / "meta.json").read_text())["text"]["pixel_values"]
+    pixels, frames, at = det(meta["shape"], meta["seed"]), [], 0
+    for _, h, w in golden["img.grid_thw"].tolist():
+        frames.append(Frame(pixels[at : at + h * w], (h, w)))
+        at += h * w
+    return VisionEncoder.from_checkpoint(goldens / "qwen3_vl", mesh=mesh_of(2)).encode_frames(frames)
+
+
+@pytest.fixture(scope="module")
+def case(goldens, golden, image_rows):
+    """driver(tp) and sequence(driver): the golden prompt with its images' rows scattered over the row pool."""
+    grids = [tuple(g) for g in golden["img.grid_thw"].tolist()]
+    ids = golden["img.input_ids"][0]
+    starts = [int(i) for i in np.flatnonzero((ids == IMAGE_TOKEN) & (np.roll(ids, 1) != IMAGE_TOKEN))]
+    pool = np.full((37, image_rows[0].shape[1]), 7.0, np.float32)
+    slots, order = [], iter(np.random.default_rng(0).permutation(37).astype(np.int32))
+    for rows in image_rows:
+        slots.append(np.array([next(order) for _ in rows], np.int32))
+        pool[slots[-1]] = rows
+    made = {}
+
+    def driver(tp: int) -> Driver:
+        if tp not in made:
+            made[tp] = Driver(checkpoint_at(goldens / "qwen3_vl"), tp, pool)
+        return made[tp]
+
+    def sequence(driver: Driver):
+        spans = tuple(
+            ImageSpan(
+                start, PreparedImage(np.ones((h * w, 768), np.uint8), (t, h, w), bytes([h] * 16), h * w // 4, (1, 1))
+            )
+            for start, (t, h, w) in zip(starts, grids, strict=True)
+        )
+        positions, delta = mrope_positions(len(ids), [(s.start, s.image.grid_thw) for s in spans], merge=2)
+        seq = driver.sequence(ids, spans, positions, delta)
+        seq.slots = list(slots)
+        return seq
+
+    return driver, sequence
+
+
+@pytest.mark.parity
+def test_mrope_positions_match_transformers(golden, case):
+    driver, sequence = case
+    seq = sequence(driver(1))
+    np.testing.assert_array_equal(seq.positions, golden["img.mrope_position_ids"][:, 0])
+    assert seq.delta == golden["img.mrope_delta"][0, 0]
+    after = seq.positions_of(30, 35)
+    np.testing.assert_array_equal(after[:, :2], golden["img.mrope_position_ids"][:, 0, 30:])
+    np.testing.assert_array_equal(after[:, 2:], np.broadcast_to(np.arange(32, 35) + seq.delta, (3, 3)))
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_logits_and_greedy_tokens_match_transformers(golden, case, tp):
+    driver, sequence = case
+    seq = sequence(driver(tp))
+    logits = driver(tp).prefill(seq, [])
+    assert relative_error(logits, golden["img.logits"][0]) < 2e-5
+    assert driver(tp).greedy(seq, int(logits[-1].argmax()), 12) == golden["img.greedy12"][0].tolist()
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("cuts", [[5], [3, 7, 12, 20], list(range(1, 32))])
+def test_a_chunk_edge_may_fall_inside_an_image(golden, case, cuts):
+    driver, sequence = case
+    logits = driver(2).prefill(sequence(driver(2)), cuts)
+    assert relative_error(logits, golden["img.logits"][0]) < 2e-5
+
+
+def test_deepstack_rows_change_the_logits(golden, case):
+    driver, sequence = case
+    whole, pool = driver(2), driver(2).pool
+    without = pool.copy()
+    without[:, whole.lm.decoder.hidden_size :] = 0
+    try:
+        whole.pool = without
+        logits = whole.prefill(sequence(whole), [])
+    finally:
+        whole.pool = pool
+    assert relative_error(logits, golden["img.logits"][0]) > 1e-3
+
+
+def test_programs_hold_exactly_the_declared_collectives(case):
+    driver, _ = case
+    for tp in (1, 2, 4, 8):
+        lm = driver(tp).lm
+        for program in (lm.splice(64), lm.extend(64, lm.selections[0]), lm.decode(3)):
+            text = program.lower().as_text()
+            found = {name: text.count(f"stablehlo.{name}") for name in ("all_reduce", "all_gather", "all_to_all")}
+            assert {k: v for k, v in found.items() if v} == dict(program.collectives), (tp, program.name)

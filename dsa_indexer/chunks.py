@@ -1,0 +1,38 @@
+"""Static arithmetic of the score budget: how many rows are scored before they are selected from."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+
+from dsa_indexer.rows import pad_rows
+
+LOGITS_BYTES = 256 << 20
+"""Default bytes of scores (float32) alive at once. Selecting needs a few times as much beside them."""
+
+
+def chunk_of(count: int, *, multiple: int, item_bytes: int, budget: int) -> int:
+    """How many of `count` items go into one chunk: a multiple of `multiple` and at least that, within `budget` bytes
+    where that allows it, in chunks as equal as possible. Raises ValueError if the budget is below 1 byte."""
+    if budget < 1:
+        raise ValueError(f"logits_bytes is {budget}; it must be at least 1 (a whole row tile is scored in any case)")
+    units = -(-count // multiple)
+    most = max(budget // (item_bytes * multiple), 1)
+    chunks = max(-(-units // most), 1)
+    return max(-(-units // chunks), 1) * multiple
+
+
+def map_chunks(fn: Callable[..., jax.Array], chunk: int, *arrays: Any) -> jax.Array:
+    """fn over the leading axis of all arrays, `chunk` items at a time, one chunk after another.
+
+    fn takes arrays of `chunk` items and returns as many. The arrays are padded with zeros to whole chunks.
+    """
+    count = arrays[0].shape[0]
+    chunks = max(-(-count // chunk), 1)
+    padded = [pad_rows(x, chunks * chunk) for x in arrays]
+    if chunks == 1:
+        return fn(*padded)[:count]
+    split = tuple(x.reshape(chunks, chunk, *x.shape[1:]) for x in padded)
+    out = lax.map(lambda parts: fn(*parts), split)
+    return out.reshape(chunks * chunk, *out.shape[2:])[:count]

@@ -1,0 +1,51 @@
+"""Score and select for decode: a few rows a request, keys in the paged cache."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int32
+
+from dsa_indexer.chunks import LOGITS_BYTES, chunk_of, map_chunks
+from dsa_indexer.key_cache import require_addressable
+from dsa_indexer.scores import columns_of, paged_scores
+from dsa_indexer.topk import require_k, select_topk
+
+
+def topk_paged(
+    q: Float[Array, "B n H D"],
+    gates: Float32[Array, "B n H"],
+    key_pages: Float[Array, "P page D"],
+    page_table: Int32[Array, "B maxpages"],
+    lengths: Int32[Array, "B n"],
+    *,
+    k: int,
+    logits_bytes: int = LOGITS_BYTES,
+) -> Int32[Array, "B n k"]:
+    """The k best keys of each of the n rows (1, or more with speculation) of B requests.
+
+    Row i of request b sees that request's first lengths[b, i] positions; position p lies at
+    key_pages[page_table[b, p // page], p % page]. A length of 0 marks padding. Entries of page_table past a request's
+    last page may hold anything.
+
+    Returns request-relative positions, int32 [B, n, k], ascending, -1 after the last: the bits `topk_rows` gives for
+    the same keys laid out contiguously. Requests are scored one after another; key blocks past a request's longest row
+    are skipped.
+    """
+    require_k(k)
+    require_addressable(key_pages)
+    num_requests, num_rows = lengths.shape
+    num_keys = page_table.shape[1] * key_pages.shape[1]
+    item_bytes = 4 * max(columns_of(num_keys) * num_rows, 1)
+    chunk = chunk_of(num_requests, multiple=1, item_bytes=item_bytes, budget=logits_bytes)
+    if lengths.size == 0 or num_keys == 0:
+        return jnp.full_like(lengths, -1, shape=(num_requests, num_rows, k))
+
+    def score_and_select(q: Array, gates: Array, page_table: Array, lengths: Array) -> Array:
+        def one(request) -> Array:
+            q, gates, pages, lengths = request
+            return paged_scores(q, gates, key_pages, pages, lengths)
+
+        scores = lax.map(one, (q, gates, page_table, lengths)).reshape(-1, num_keys)
+        flat = lengths.reshape(-1)
+        return select_topk(scores, jnp.zeros_like(flat), flat, k=k).reshape(-1, num_rows, k)
+
+    return map_chunks(score_and_select, chunk, q, gates, page_table, lengths)

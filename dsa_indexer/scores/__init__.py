@@ -1,0 +1,84 @@
+"""Index scores: score(m, n) = sum_h gates[m, h] * relu(q[m, h] . keys[n]), times key_scales[n] where given.
+
+The two entry points differ in where the keys lie. Both go through the same tile, so both give the same bits.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int32
+
+from dsa_indexer.rows import pad_rows
+from dsa_indexer.scores import reference
+from dsa_indexer.scores.reference import KEY_BLOCK, ROW_TILE, columns_of
+
+__all__ = ["KEY_BLOCK", "ROW_TILE", "columns_of", "paged_scores", "row_scores"]
+
+
+def _tiles(x: Array) -> Array:
+    return x.reshape(-1, ROW_TILE, *x.shape[1:])
+
+
+def row_scores(
+    q: Float[Array, "M H D"],
+    gates: Float32[Array, "M H"],
+    keys: Float[Array, "N D"],
+    key_scales: Float32[Array, "N"] | None,
+    ks: Int32[Array, "M"],
+    lengths: Int32[Array, "M"],
+) -> Float32[Array, "M N"]:
+    """Scores of M rows (a multiple of ROW_TILE) against N contiguous keys.
+
+    Columns outside a row's window hold anything.
+    """
+    num_keys = keys.shape[0]
+    columns = columns_of(num_keys)
+    keys = pad_rows(keys, columns)
+    key_scales = None if key_scales is None else pad_rows(key_scales, columns)
+
+    def load_block(j: Int32[Array, ""]) -> reference.Block:
+        def cut(x: Array) -> Array:
+            return lax.dynamic_slice_in_dim(x, j * KEY_BLOCK, KEY_BLOCK)
+
+        return cut(keys), None if key_scales is None else cut(key_scales)
+
+    def tile(parts: tuple[Array, Array, Array, Array]) -> Float32[Array, "8 columns"]:
+        tile_q, tile_gates, tile_ks, tile_lengths = parts
+        return reference.tile_scores(tile_q, tile_gates, tile_ks, tile_lengths, load_block, columns)
+
+    out = lax.map(tile, (_tiles(q), _tiles(gates), _tiles(ks), _tiles(lengths)))
+    return out.reshape(-1, columns)[:, :num_keys]
+
+
+def paged_scores(
+    q: Float[Array, "n H D"],
+    gates: Float32[Array, "n H"],
+    key_pages: Float[Array, "P page D"],
+    pages: Int32[Array, "maxpages"],
+    lengths: Int32[Array, "n"],
+) -> Float32[Array, "n N"]:
+    """Scores of the n rows of one request against its paged keys, N = maxpages * page.
+
+    Row i sees the first lengths[i] of them; the columns after those hold anything.
+    """
+    num_pages, page_size, dim = key_pages.shape
+    num_keys = pages.shape[0] * page_size
+    columns = columns_of(num_keys)
+    slots = key_pages.reshape(num_pages * page_size, dim)
+    num_rows = q.shape[0]
+    padded = -(-num_rows // ROW_TILE) * ROW_TILE
+    q, gates, lengths = (pad_rows(x, padded) for x in (q, gates, lengths))
+
+    def load_block(j: Int32[Array, ""]) -> reference.Block:
+        position = j * KEY_BLOCK + jnp.arange(KEY_BLOCK, dtype=jnp.int32)
+        page = pages.at[position // page_size].get(mode="clip")
+        # Positions past the request's keys read some page or other; the row's window masks them.
+        return slots.at[page * page_size + position % page_size].get(mode="clip"), None
+
+    def tile(parts: tuple[Array, Array, Array]) -> Float32[Array, "8 columns"]:
+        tile_q, tile_gates, tile_lengths = parts
+        return reference.tile_scores(
+            tile_q, tile_gates, jnp.zeros_like(tile_lengths), tile_lengths, load_block, columns
+        )
+
+    out = lax.map(tile, (_tiles(q), _tiles(gates), _tiles(lengths)))
+    return out.reshape(-1, columns)[:num_rows, :num_keys]

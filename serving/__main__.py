@@ -1,6 +1,7 @@
 """python -m serving: loads, warms up, says ready, serves until SIGTERM."""
 
 import logging
+import signal
 import socket
 import sys
 import threading
@@ -141,6 +142,9 @@ def _serve(argv: Sequence[str] | None) -> int:
             highlight=False,
         )
 
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # uvicorn raises the signal that stopped it again at the end; the exit code must say that the end was orderly.
+        signal.signal(number, lambda *_: None)
     threading.Thread(target=load, name="loader", daemon=True).start()
     server.run(sockets=[listener])
     drained = handle.drain(args.drain_seconds)

@@ -24,11 +24,11 @@ IMAGES = EncoderConfig(ladder=BucketLadder((256,)), pool_tokens=150)
 class Server:
     """An engine with its tokenizer; asks in the demo model's chat format."""
 
-    def __init__(self, config: EngineConfig = CONFIG, images: EncoderConfig = IMAGES):
-        self.tokenizer = Tokenizer.from_checkpoint(DEMO_FOLDER)
+    def __init__(self, config: EngineConfig = CONFIG, images: EncoderConfig = IMAGES, folder: Path = DEMO_FOLDER):
+        self.tokenizer = Tokenizer.from_checkpoint(folder)
         self.metrics, self.guard = Metrics(), CompileGuard()
         self.engine = load_engine(
-            Checkpoint(DEMO_FOLDER),
+            Checkpoint(folder),
             make_mesh(config.tp),
             config,
             images,

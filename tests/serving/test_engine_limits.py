@@ -1,12 +1,19 @@
-"""Engines of their own: a cache too small for all, and devices that fail. (The compile counter counts a whole process,
-so engines that come and go must not share a test with one that watches it.)"""
+"""Engines of their own: a cache too small for all, devices that fail, an Orbax folder.
+
+The compile counter counts a whole process, so engines that come and go must not share a test with one that watches it.
+"""
 
 import jax
+import jax.numpy as jnp
 import pytest
 
+from serving.cli import DEMO_FOLDER
 from serving.config import EngineConfig
+from serving.models import bind_decoder
 from serving.protocol import ErrorEvent, Overloaded
 from tests.serving.demo_server import DIGITS, Server
+from vitbatch.checkpoint import bind_tower
+from vitstripe.checkpoint import Checkpoint, load, save_orbax
 
 
 def test_preempted_requests_lose_nothing():
@@ -42,3 +49,15 @@ def test_a_fault_of_the_devices_ends_the_engine_and_tells_everyone(monkeypatch):
     with pytest.raises(Overloaded, match="dead"):
         broken.ask(image)
     broken.guard.close()
+
+
+def test_an_orbax_folder_made_on_one_device_is_served_on_two(tmp_path, mesh_of):
+    source, folder = Checkpoint(DEMO_FOLDER), tmp_path / "digits"
+    bindings = [bind_decoder(source, tp=1, dtype=jnp.bfloat16), bind_tower(source, dtype=jnp.bfloat16)]
+    save_orbax(folder, source, {b.name: load(source, b, mesh_of(1)) for b in bindings})
+    assert not list(folder.glob("*.safetensors"))
+    server = Server(EngineConfig(tp=2, max_model_len=64, page_size=8, max_seqs=2, prefill_tokens=64), folder=folder)
+    server.engine.start()
+    answers = [server.ask(server.prepare(path.read_bytes())) for path in DIGITS[:6]]
+    assert [a.result(60)[0] for a in answers] == [path.name.split("_")[1] for path in DIGITS[:6]]
+    assert server.close()

@@ -3,6 +3,7 @@
 Each nnx.Param carries metadata the loader reads:
   tp_axis     the dimension cut over the tensor-parallel mesh axis, or None for replicated
   disk_shape  the shape in the file when it differs from the parameter's (a convolution kernel, say)
+  disk_axes   the order in which the file's axes are taken before they are flattened into the parameter's shape
   stacked     True when dimension 0 stacks one tensor an expert: `experts.gate_proj.weight` is read from
               `experts.0.gate_proj.weight`, `experts.1.gate_proj.weight`, ...
 Parameters are made with their global shapes; inside shard_map the same module sees its device's part.
@@ -20,11 +21,12 @@ def param(
     *,
     tp_axis: int | None = None,
     disk_shape: tuple[int, ...] | None = None,
+    disk_axes: tuple[int, ...] | None = None,
     stacked: bool = False,
 ) -> nnx.Param:
     """A zero parameter with the loader's metadata. Build models under nnx.eval_shape: nothing is allocated."""
     value = jnp.zeros(shape, dtype)
-    return nnx.Param(value, tp_axis=tp_axis, disk_shape=disk_shape or shape, stacked=stacked)
+    return nnx.Param(value, tp_axis=tp_axis, disk_shape=disk_shape or shape, disk_axes=disk_axes, stacked=stacked)
 
 
 def linear(x: Float[Array, "*B I"], weight: Float[Array, "O I"]) -> Float[Array, "*B O"]:

@@ -27,5 +27,5 @@ class Program:
         return self.fn.lower(*self.args)  # pyright: ignore[reportFunctionMemberAccess]
 
     def compile(self) -> jax.stages.Compiled:
-        """Compiles ahead of time. The result raises on any other shape, dtype or sharding instead of compiling again."""
+        """Compiles ahead of time. The result raises on another shape, dtype or sharding instead of compiling again."""
         return self.lower().compile()

@@ -1,8 +1,10 @@
 """The device side of the engine: weights, caches and compiled programs, and one method a kind of pass."""
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,7 @@ from serving.scheduler import Chunk
 from serving.sequence import Sequence
 from vitbatch import VisionEncoder
 from vitstripe.platform import platform_of
+from vitstripe.program import Program
 
 # Mean keys a row from which striping pays for its merge on a GPU link; on a CPU there is no link to pay for.
 # Source: break-even of scoring and selection against an all-reduce (twice the bytes of an all-gather) at half of
@@ -32,7 +35,7 @@ _GPU_MIN_MEAN_KEYS = {"pmax": 8192, "all_gather": 4096}
 _SELF_TEST_TOLERANCE = 1e-2
 
 Progress = Callable[[int, int, str], None]
-"""Called with (programs done, programs in all, name of the next)."""
+"""Called with (programs compiled, programs in all, what is next); from any thread."""
 
 
 @dataclass(frozen=True)
@@ -138,12 +141,17 @@ class Runner:
         """Compiles every program and runs it once on every device, then checks the striped against the replicated
         indexer. Raises RuntimeError when they disagree."""
         programs = self.lm.programs()
-        times = []
-        for i, program in enumerate(programs):
-            progress(i, len(programs), program.name)
-            start = time.perf_counter()
+        compile_seconds: dict[str, float] = {}
+
+        def compile_one(program: Program) -> None:
+            begin = time.perf_counter()
             self.programs[program.name] = program.compile()
-            times.append((program.name, time.perf_counter() - start))
+            compile_seconds[program.name] = time.perf_counter() - begin
+            progress(len(compile_seconds), len(programs), "")
+
+        # XLA compiles outside the interpreter lock: one program a core.
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(compile_one, programs))
         seconds: dict[str, float] = {}
 
         def timed(name: str, run: Callable[[], Any]) -> Any:
@@ -165,8 +173,7 @@ class Runner:
         one_token = self._made_up_chunk(1).seq
         for size in self.config.batch_buckets:
             timed(f"decode/{size}", lambda size=size: self.decode([one_token] * size))
-        progress(len(programs), len(programs), "")
-        return [ProgramTime(name, compiled, seconds[name]) for name, compiled in times]
+        return [ProgramTime(p.name, compile_seconds[p.name], seconds[p.name]) for p in programs]
 
     def _made_up_chunk(self, rows: int) -> Chunk:
         """A chunk of a request that does not exist, on pages that nobody holds yet."""

@@ -23,16 +23,17 @@ def chunk_of(count: int, *, multiple: int, item_bytes: int, budget: int) -> int:
     return max(-(-units // chunks), 1) * multiple
 
 
-def map_chunks(fn: Callable[..., jax.Array], chunk: int, *arrays: Any) -> jax.Array:
+def map_chunks(fn: Callable[..., Any], chunk: int, *arrays: Any) -> Any:
     """fn over the leading axis of all arrays, `chunk` items at a time, one chunk after another.
 
-    fn takes arrays of `chunk` items and returns as many. The arrays are padded with zeros to whole chunks.
+    fn takes arrays of `chunk` items and returns an array (or a pytree of them) of as many. The arrays are padded with
+    zeros to whole chunks.
     """
     count = arrays[0].shape[0]
     chunks = max(-(-count // chunk), 1)
     padded = [pad_rows(x, chunks * chunk) for x in arrays]
     if chunks == 1:
-        return fn(*padded)[:count]
+        return jax.tree.map(lambda y: y[:count], fn(*padded))
     split = tuple(x.reshape(chunks, chunk, *x.shape[1:]) for x in padded)
     out = lax.map(lambda parts: fn(*parts), split)
-    return out.reshape(chunks * chunk, *out.shape[2:])[:count]
+    return jax.tree.map(lambda y: y.reshape(chunks * chunk, *y.shape[2:])[:count], out)

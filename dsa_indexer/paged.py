@@ -6,8 +6,9 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from dsa_indexer.chunks import LOGITS_BYTES, chunk_of, map_chunks
 from dsa_indexer.key_cache import require_addressable
+from dsa_indexer.rows import unsettled
 from dsa_indexer.scores import columns_of, paged_scores
-from dsa_indexer.topk import require_k, select_topk
+from dsa_indexer.topk import NOTHING_FORCED, ForcedTokens, require_k, select_topk
 
 
 def topk_paged(
@@ -18,13 +19,16 @@ def topk_paged(
     lengths: Int32[Array, "B n"],
     *,
     k: int,
+    scale_pages: Float32[Array, "P page"] | None = None,
+    forced: ForcedTokens = NOTHING_FORCED,
     logits_bytes: int = LOGITS_BYTES,
 ) -> Int32[Array, "B n k"]:
-    """The k best keys of each of the n rows (1, or more with speculation) of B requests.
+    """The k best keys of each of the n rows of B requests: 1 row to decode, more to verify speculated tokens.
 
     Row i of request b sees that request's first lengths[b, i] positions; position p lies at
     key_pages[page_table[b, p // page], p % page]. A length of 0 marks padding. Entries of page_table past a request's
-    last page may hold anything.
+    last page may hold anything. With n rows a request, row i usually sees one key more than row i - 1.
+    scale_pages: a factor for the scores of each key, where the keys are quantised.
 
     Returns request-relative positions, int32 [B, n, k], ascending, -1 after the last: the bits `topk_rows` gives for
     the same keys laid out contiguously. Requests are scored one after another; key blocks past a request's longest row
@@ -42,10 +46,10 @@ def topk_paged(
     def score_and_select(q: Array, gates: Array, page_table: Array, lengths: Array) -> Array:
         def one(request) -> Array:
             q, gates, pages, lengths = request
-            return paged_scores(q, gates, key_pages, pages, lengths)
+            return paged_scores(q, gates, key_pages, scale_pages, pages, unsettled(lengths, k))
 
         scores = lax.map(one, (q, gates, page_table, lengths)).reshape(-1, num_keys)
         flat = lengths.reshape(-1)
-        return select_topk(scores, jnp.zeros_like(flat), flat, k=k).reshape(-1, num_rows, k)
+        return select_topk(scores, jnp.zeros_like(flat), flat, k=k, forced=forced).reshape(-1, num_rows, k)
 
     return map_chunks(score_and_select, chunk, q, gates, page_table, lengths)

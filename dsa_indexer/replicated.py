@@ -4,9 +4,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from dsa_indexer.chunks import LOGITS_BYTES, chunk_of, map_chunks
-from dsa_indexer.rows import RowBatch, require_rows
+from dsa_indexer.rows import RowBatch, require_rows, unsettled
 from dsa_indexer.scores import ROW_TILE, columns_of, row_scores
-from dsa_indexer.topk import require_k, select_topk
+from dsa_indexer.topk import NOTHING_FORCED, ForcedTokens, require_k, select_topk, take_all
 
 
 def topk_rows(
@@ -17,13 +17,16 @@ def topk_rows(
     rows: RowBatch,
     *,
     k: int,
+    forced: ForcedTokens = NOTHING_FORCED,
     logits_bytes: int = LOGITS_BYTES,
 ) -> Int32[Array, "M k"]:
     """The k best keys of each row within its window.
 
     Returns int32 [M, k], relative to rows.ks, ascending, -1 after the last. Any M and N, 0 included. A row's result
-    depends on that row, its keys and k alone: not on M, on the other rows, or on logits_bytes.
+    depends on that row, its keys, k and forced alone: not on M, on the other rows, or on logits_bytes.
 
+    A row of at most k keys takes them all and is not scored; where a chunk has only such rows, nothing is compared.
+    forced: keys that every row takes before all others.
     logits_bytes: scores of at most this many bytes (but of 8 rows at least) are alive at once; rows go in chunks.
     Raises ValueError for k or logits_bytes below 1 and for a RowBatch that does not fit M.
     """
@@ -32,10 +35,13 @@ def topk_rows(
     require_rows(rows, num_rows)
     columns = columns_of(num_keys)
     chunk = chunk_of(num_rows, multiple=ROW_TILE, item_bytes=4 * max(columns, 1), budget=logits_bytes)
-    if num_rows == 0 or num_keys == 0:
+    if num_keys == 0:
         return jnp.full_like(rows.ks, -1, shape=(num_rows, k))
+    if num_rows == 0 or num_keys <= k:
+        return take_all(rows.lengths, k)
 
     def score_and_select(q: Array, gates: Array, ks: Array, lengths: Array) -> Array:
-        return select_topk(row_scores(q, gates, keys, key_scales, ks, lengths), ks, lengths, k=k)
+        scores = row_scores(q, gates, keys, key_scales, ks, unsettled(lengths, k))
+        return select_topk(scores, ks, lengths, k=k, forced=forced)
 
     return map_chunks(score_and_select, chunk, q, gates, rows.ks, rows.lengths)

@@ -34,6 +34,11 @@ class RowBatch:
     request: Any = None
 
 
+def unsettled(lengths: Array, k: int) -> Array:
+    """The lengths of the rows that need scores: 0 where a row has at most k keys, all of which are selected anyway."""
+    return jnp.where(lengths > k, lengths, 0)
+
+
 def require_rows(rows: RowBatch, num_rows: int) -> None:
     """Raises ValueError unless ks and lengths are int32 [num_rows]."""
     for name in ("ks", "lengths"):

@@ -4,6 +4,10 @@ Each device takes its stripes out of the replicated rows, scores and selects the
 gives every device the whole selection. The bits are those of `topk_rows`.
 """
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -12,13 +16,44 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from dsa_indexer.chunks import LOGITS_BYTES
 from dsa_indexer.config import StripeConfig
+from dsa_indexer.projection import Project, project_rows
 from dsa_indexer.replicated import topk_rows
 from dsa_indexer.rows import RowBatch, require_rows
 from dsa_indexer.stripes import deal_back, place_owned, take_owned
-from dsa_indexer.topk import require_k
+from dsa_indexer.topk import NOTHING_FORCED, ForcedTokens, require_k
 from vitstripe import require_auto_axis
 
 _DEFAULT_STRIPES = StripeConfig()
+
+
+def striped_topk_projected_local(
+    project: Project,
+    inputs: Any,
+    keys: Float[Array, "N D"],
+    key_scales: Float32[Array, "N"] | None,
+    rows: RowBatch,
+    *,
+    k: int,
+    axis: str,
+    tp: int,
+    stripes: StripeConfig = _DEFAULT_STRIPES,
+    forced: ForcedTokens = NOTHING_FORCED,
+    logits_bytes: int = LOGITS_BYTES,
+) -> Int32[Array, "M k"]:
+    """The body of `striped_topk_projected`, for callers already inside a shard_map over mesh axis `axis` of size tp."""
+    return _striped(
+        partial(project_rows, project),
+        inputs,
+        keys,
+        key_scales,
+        rows,
+        k=k,
+        axis=axis,
+        tp=tp,
+        stripes=stripes,
+        forced=forced,
+        logits_bytes=logits_bytes,
+    )
 
 
 def striped_topk_rows_local(
@@ -32,6 +67,7 @@ def striped_topk_rows_local(
     axis: str,
     tp: int,
     stripes: StripeConfig = _DEFAULT_STRIPES,
+    forced: ForcedTokens = NOTHING_FORCED,
     logits_bytes: int = LOGITS_BYTES,
 ) -> Int32[Array, "M k"]:
     """The body of `striped_topk_rows`, for callers already inside a shard_map over mesh axis `axis` of size tp.
@@ -40,22 +76,61 @@ def striped_topk_rows_local(
     knows that; with merge="all_gather" the enclosing shard_map needs check_vma=False, because JAX types the
     result of an all-gather as varying. No row or no key: no collective.
     """
+    return _striped(
+        lambda inputs: inputs,
+        (q, gates),
+        keys,
+        key_scales,
+        rows,
+        k=k,
+        axis=axis,
+        tp=tp,
+        stripes=stripes,
+        forced=forced,
+        logits_bytes=logits_bytes,
+    )
+
+
+def _striped(
+    queries: Callable[[Any], tuple[Array, Array]],
+    inputs: Any,
+    keys: Array,
+    key_scales: Array | None,
+    rows: RowBatch,
+    *,
+    k: int,
+    axis: str,
+    tp: int,
+    stripes: StripeConfig,
+    forced: ForcedTokens,
+    logits_bytes: int,
+) -> Array:
     require_k(k)
-    num_rows, num_keys = q.shape[0], keys.shape[0]
+    num_rows, num_keys = jax.tree.leaves(inputs)[0].shape[0], keys.shape[0]
     require_rows(rows, num_rows)
     if num_rows == 0 or num_keys == 0:
         return jnp.full_like(rows.ks, -1, shape=(num_rows, k))
     # Fewer rows than a stripe all belong to device 0. A stripe of just these rows says the same with less padding.
     stripe = min(stripes.rows, num_rows)
     device = lax.axis_index(axis)
-    q, gates, ks, lengths = (take_owned(x, device, stripe, tp) for x in (q, gates, rows.ks, rows.lengths))
+    inputs, ks, lengths = jax.tree.map(lambda x: take_owned(x, device, stripe, tp), (inputs, rows.ks, rows.lengths))
+    q, gates = queries(inputs)
     width = min(k, num_keys)  # columns past it are -1 in any case and need not travel
-    own = topk_rows(q, gates, keys, key_scales, RowBatch(ks, lengths), k=width, logits_bytes=logits_bytes)
+    own = topk_rows(
+        q, gates, keys, key_scales, RowBatch(ks, lengths), k=width, forced=forced, logits_bytes=logits_bytes
+    )
     if stripes.merge == "pmax":
         merged = lax.pmax(place_owned(own, device, num_rows, stripe, tp, fill=-1), axis)
     else:
         merged = deal_back(lax.all_gather(own, axis), num_rows, stripe, tp)
     return jnp.pad(merged, [(0, 0), (0, k - width)], constant_values=-1)
+
+
+def _everywhere(body: Callable[..., Array], mesh: Mesh | AbstractMesh, stripes: StripeConfig) -> Callable[..., Array]:
+    # An all-gather's result counts as varying, so the checker would refuse the replicated output. Tests compare
+    # every device's copy instead.
+    replicated = PartitionSpec()
+    return jax.shard_map(body, mesh=mesh, in_specs=replicated, out_specs=replicated, check_vma=stripes.merge == "pmax")
 
 
 def striped_topk_rows(
@@ -69,6 +144,7 @@ def striped_topk_rows(
     mesh: Mesh | AbstractMesh,
     axis: str = "tp",
     stripes: StripeConfig = _DEFAULT_STRIPES,
+    forced: ForcedTokens = NOTHING_FORCED,
     logits_bytes: int = LOGITS_BYTES,
 ) -> Int32[Array, "M k"]:
     """`topk_rows` with its rows striped over mesh axis `axis`; the same bits, on every device. Meant to be jitted.
@@ -83,13 +159,58 @@ def striped_topk_rows(
 
     def body(q: Array, gates: Array, keys: Array, key_scales: Array | None, rows: RowBatch) -> Array:
         return striped_topk_rows_local(
-            q, gates, keys, key_scales, rows, k=k, axis=axis, tp=tp, stripes=stripes, logits_bytes=logits_bytes
+            q,
+            gates,
+            keys,
+            key_scales,
+            rows,
+            k=k,
+            axis=axis,
+            tp=tp,
+            stripes=stripes,
+            forced=forced,
+            logits_bytes=logits_bytes,
         )
 
-    # An all-gather's result counts as varying, so the checker would refuse the replicated output. Tests compare
-    # every device's copy instead.
-    everywhere = PartitionSpec()
-    mapped = jax.shard_map(
-        body, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=stripes.merge == "pmax"
-    )
-    return mapped(q, gates, keys, key_scales, rows)
+    return _everywhere(body, mesh, stripes)(q, gates, keys, key_scales, rows)
+
+
+def striped_topk_projected(
+    project: Project,
+    inputs: Any,
+    keys: Float[Array, "N D"],
+    key_scales: Float32[Array, "N"] | None,
+    rows: RowBatch,
+    *,
+    k: int,
+    mesh: Mesh | AbstractMesh,
+    axis: str = "tp",
+    stripes: StripeConfig = _DEFAULT_STRIPES,
+    forced: ForcedTokens = NOTHING_FORCED,
+    logits_bytes: int = LOGITS_BYTES,
+) -> Int32[Array, "M k"]:
+    """`striped_topk_rows` with the rows cut before they are projected, so that each device projects its own alone.
+
+    project(*inputs) gives the queries and gates of the tokens whose arrays `inputs` holds, [M, ...] each: for an
+    `Indexer`, its method queries with x, q_lora, cos and sin. Weights that it closes over count as replicated.
+    The bits are those of topk_rows(*project_rows(project, inputs), ...); `PROJECTION_ROWS` says for which stripes that
+    holds by construction. The rest as in `striped_topk_rows`.
+    """
+    tp = require_auto_axis(mesh, axis)
+
+    def body(inputs: Any, keys: Array, key_scales: Array | None, rows: RowBatch) -> Array:
+        return striped_topk_projected_local(
+            project,
+            inputs,
+            keys,
+            key_scales,
+            rows,
+            k=k,
+            axis=axis,
+            tp=tp,
+            stripes=stripes,
+            forced=forced,
+            logits_bytes=logits_bytes,
+        )
+
+    return _everywhere(body, mesh, stripes)(inputs, keys, key_scales, rows)

@@ -32,11 +32,18 @@ def rounds(num_rows: int, stripe: int, tp: int) -> int:
     return -(-num_rows // (stripe * tp))
 
 
+def pairs_per_device(lengths: np.ndarray, stripe: int, tp: int) -> np.ndarray:
+    """The pairs of a row and a key it sees that each device scores: int64 [tp], exact. Host."""
+    lengths = np.maximum(np.asarray(lengths, np.int64), 0)
+    whole = np.zeros(rounds(lengths.size, stripe, tp) * tp * stripe, np.int64)
+    whole[: lengths.size] = lengths
+    return whole.reshape(-1, tp, stripe).sum((0, 2))
+
+
 def imbalance(lengths: np.ndarray, stripe: int, tp: int) -> float:
-    """Work of the busiest device over the mean, work being visible keys. The ideal speed-up is tp over this. Host."""
-    lengths = np.asarray(lengths, np.float64)
-    work = np.bincount(owner(np.arange(lengths.size), stripe, tp), weights=lengths, minlength=tp)
-    return float(work.max() / work.mean()) if work.any() else 1.0
+    """Pairs of the busiest device over the mean. The ideal speed-up is tp over this. Host."""
+    pairs = pairs_per_device(lengths, stripe, tp)
+    return float(pairs.max() * tp / pairs.sum()) if pairs.any() else 1.0
 
 
 def take_owned(x: Array, device: Int32[Array, ""], stripe: int, tp: int) -> Array:
@@ -61,16 +68,24 @@ def deal_back(parts: Array, num_rows: int, stripe: int, tp: int) -> Array:
     return jnp.swapaxes(split, 0, 1).reshape(-1, *parts.shape[2:])[:num_rows]
 
 
-def engages(num_rows: int, tp: int, mean_keys: float, config: StripeConfig) -> tuple[bool, str]:
+def engages(
+    num_rows: int, tp: int, mean_keys: float, config: StripeConfig, *, most_keys: int | None = None, k: int = 0
+) -> tuple[bool, str]:
     """Whether striping this batch is worth it, and why. A host call on values that are equal on every device.
 
     num_rows: real rows, padding not counted. mean_keys: mean visible keys of a real row. The gain of a row grows with
     its keys and the cost of merging it does not, so only the mean decides, not the number of rows.
+    most_keys: the keys of the longest row, where known: if that is at most k, each row takes all its keys, and there is
+    nothing to score and nothing to stripe.
+
+    Where this says no, run the replicated program (`topk_rows`), which holds no collective.
     """
     if tp == 1:
         return False, "one device: nothing to stripe over"
     if num_rows < tp:
         return False, f"{num_rows} row(s) for {tp} devices: some would have none"
+    if most_keys is not None and most_keys <= k:
+        return False, f"no row has more than {most_keys} keys and k is {k}: every row takes them all"
     if mean_keys < config.min_mean_keys:
         return False, f"{mean_keys:.0f} keys a row on average, below min_mean_keys = {config.min_mean_keys}"
     return True, f"{num_rows} rows of {mean_keys:.0f} keys on average over {tp} devices, {config.rows} rows a stripe"

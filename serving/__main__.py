@@ -1,13 +1,14 @@
 """python -m serving: loads, warms up, says ready, serves until SIGTERM."""
 
 import logging
-import signal
+import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 
 import jax
 import uvicorn
@@ -61,7 +62,12 @@ def _bars(handle: EngineHandle):
 
 
 def _start(
-    checkpoint: Checkpoint, config: EngineConfig, images: EncoderConfig, handle: EngineHandle, metrics: Metrics
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    images: EncoderConfig,
+    handle: EngineHandle,
+    metrics: Metrics,
+    on_death: Callable[[str], None],
 ) -> Start:
     guard = CompileGuard(metrics.compile)
     mesh = make_mesh(config.tp)
@@ -77,9 +83,32 @@ def _start(
         metrics=metrics,
         guard=guard,
         stage=_bars(handle),
+        on_death=on_death,
     )
     handle.set_engine(start.engine)
     return start
+
+
+class _Server(uvicorn.Server):
+    """Lets the engine finish before it stops to listen, so that /ready says 503 and a new request is told why.
+
+    on_stop: called in a thread, waits for the engine and returns how many requests it had to cut. cut: that number.
+    """
+
+    on_stop: Callable[[], int] = staticmethod(lambda: 0)
+    cut = 0
+    _stopping = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal drains, the second one ends at once."""
+        if self._stopping:
+            self.force_exit = self.should_exit = True
+        self._stopping = True
+        threading.Thread(target=self._stop, name="drain", daemon=True).start()
+
+    def _stop(self) -> None:
+        self.cut = self.on_stop()
+        self.should_exit = True
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -117,42 +146,45 @@ def _serve(argv: Sequence[str] | None) -> int:
     metrics = Metrics()
     app = create_app(handle, tokenizer, template, processor, limits(args), metrics)
     listener = _listen(args.host, args.port)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app, log_level="warning", access_log=False, timeout_graceful_shutdown=max(1, int(args.drain_seconds))
-        )
-    )
+    server = _Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5))
+    server.on_stop = lambda: handle.drain(args.drain_seconds)
     failures: list[str] = []
+
+    def fail(detail: str) -> None:
+        failures.append(detail)
+        handle.fail(detail)
+        server.should_exit = True
 
     def load() -> None:
         began = time.perf_counter()
         try:
-            start = _start(checkpoint, config, images, handle, metrics)
+            start = _start(checkpoint, config, images, handle, metrics, fail)
+        except (ValueError, RuntimeError) as error:
+            return fail(str(error))
         except Exception as error:
-            failures.append(str(error) if isinstance(error, ValueError | RuntimeError) else repr(error))
-            if not isinstance(error, ValueError | RuntimeError):
-                logging.getLogger("serving").exception("start-up failed")
-            handle.fail("start-up failed")
-            server.should_exit = True
-            return
+            logging.getLogger("serving").exception("start-up failed")
+            return fail(repr(error))
         programs = start.vision_programs + start.language_programs
         console.print(
             f"ready after {time.perf_counter() - began:.1f} s, {programs} programs compiled and run on every device: "
             f"http://{args.host}:{args.port}/v1",
             highlight=False,
+            soft_wrap=True,
         )
+        return None
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        # uvicorn raises the signal that stopped it again at the end; the exit code must say that the end was orderly.
-        signal.signal(number, lambda *_: None)
-    threading.Thread(target=load, name="loader", daemon=True).start()
+    loader = threading.Thread(target=load, name="loader", daemon=True)
+    loader.start()
     server.run(sockets=[listener])
-    drained = handle.drain(args.drain_seconds)
-    if failures:
-        raise UsageError(failures[0])
-    if not drained:
-        raise UsageError(f"stopped with requests still running after {args.drain_seconds:g} s")
-    return 0
+    if server.cut:
+        failures.append(f"{server.cut} request(s) were still running after {args.drain_seconds:g} s and were ended")
+    for failure in failures:
+        print(f"error: {failure}", file=sys.stderr)
+    if loader.is_alive() or handle.is_computing():
+        # A thread inside XLA cannot be stopped, and the interpreter must not take itself down around it.
+        sys.stderr.flush()
+        os._exit(1 if failures else 0)
+    return 1 if failures else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:

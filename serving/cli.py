@@ -7,10 +7,19 @@ from typing import Any
 
 from serving.api.limits import Limits
 from serving.config import EngineConfig
+from serving.models.config import text_config
 from vitbatch import EncoderConfig
 
 DEMO_FOLDER = Path(__file__).parent / "assets" / "digits_vlm"
 _DEFAULT_CONTEXT = 8192
+
+# --mm-process-config's names -> EncoderConfig's
+_IMAGE_BOUNDS = {
+    "min_pixels": "min_pixels",
+    "max_pixels": "max_image_pixels",
+    "min_image_tokens": "min_image_tokens",
+    "max_image_tokens": "max_image_tokens",
+}
 
 
 class UsageError(ValueError):
@@ -50,6 +59,13 @@ def parser() -> argparse.ArgumentParser:
     )
     g.add_argument("--stripe-rows", type=int, default=64, help="rows a stripe")
     g.add_argument("--merge", choices=("pmax", "all_gather"), default="pmax", help="how the stripes are put together")
+    g.add_argument(
+        "--stripe-min-keys",
+        type=int,
+        metavar="KEYS",
+        help="stripe a prefill pass whose rows see at least so many keys on average (default: 8192 on a GPU with pmax, "
+        "4096 with all_gather, always on a CPU)",
+    )
 
     g = p.add_argument_group("capacity")
     g.add_argument(
@@ -74,11 +90,18 @@ def parser() -> argparse.ArgumentParser:
         "--mm-process-config",
         default="{}",
         metavar="JSON",
-        help='bounds on resized images, e.g. \'{"image": {"min_pixels": 65536, "max_pixels": 1048576}}\'',
+        help='bounds on resized images, e.g. \'{"image": {"min_image_tokens": 16, "max_image_tokens": 1024}}\'',
     )
     g.add_argument(
         "--limit-mm-data-per-request", default='{"image": 8}', metavar="JSON", help="images a request may carry"
     )
+    g.add_argument(
+        "--mm-batching",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="whether images of several requests share an encoder call; auto follows the platform",
+    )
+    g = p.add_argument_group("shutdown")
     g.add_argument("--drain-seconds", type=float, default=30.0, help="time running requests get on shutdown")
     return p
 
@@ -102,15 +125,11 @@ def _whole_number(value: Any, flag: str) -> int:
 def encoder_config(args: argparse.Namespace) -> EncoderConfig:
     flag = "--mm-process-config"
     image = _object(args.mm_process_config, flag).get("image", {})
-    if not isinstance(image, dict) or set(image) - {"min_pixels", "max_pixels"}:
-        raise UsageError(f"{flag}: image takes min_pixels and max_pixels, got {image!r}")
-    bounds = {k: _whole_number(v, f"{flag} image.{k}") for k, v in image.items()}
+    if not isinstance(image, dict) or set(image) - set(_IMAGE_BOUNDS):
+        raise UsageError(f"{flag}: image takes {', '.join(_IMAGE_BOUNDS)}, got {image!r}")
+    bounds: dict[str, Any] = {_IMAGE_BOUNDS[k]: _whole_number(v, f"{flag} image.{k}") for k, v in image.items()}
     try:
-        return EncoderConfig(
-            dp_encoder=args.dp_encoder,
-            min_pixels=bounds.get("min_pixels"),
-            max_image_pixels=bounds.get("max_pixels"),
-        )
+        return EncoderConfig(dp_encoder=args.dp_encoder, batching=args.mm_batching, **bounds)
     except ValueError as error:
         raise UsageError(f"{flag}: {error}") from error
 
@@ -122,8 +141,7 @@ def limits(args: argparse.Namespace) -> Limits:
 
 
 def engine_config(args: argparse.Namespace, checkpoint_config: dict[str, Any]) -> EngineConfig:
-    text = checkpoint_config.get("text_config", checkpoint_config)
-    own = text.get("max_position_embeddings")
+    own = text_config(checkpoint_config).get("max_position_embeddings")
     own = own if isinstance(own, int) and own > 0 else _DEFAULT_CONTEXT
     wanted = args.max_model_len
     if wanted is not None and wanted > own:
@@ -141,6 +159,7 @@ def engine_config(args: argparse.Namespace, checkpoint_config: dict[str, Any]) -
             indexer_stripes=args.indexer_stripes,
             stripe_rows=args.stripe_rows,
             merge=args.merge,
+            stripe_min_keys=args.stripe_min_keys,
         )
     except ValueError as error:
         raise UsageError(str(error)) from error

@@ -14,7 +14,8 @@ class EngineConfig:
     page. max_seqs: requests computed at once. prefill_tokens: most rows of one prefill pass. cache_tokens: tokens the
     paged cache holds (None: from free device memory, or max_seqs * max_model_len on a CPU). max_queue: requests that
     may wait. dp_encoder: deal images over the mesh. indexer_stripes: stripe the indexer's rows. stripe_rows: rows a
-    stripe. merge: how stripes are put together.
+    stripe. merge: how stripes are put together. stripe_min_keys: mean keys a row from which a pass is striped (None:
+    by merge and link). max_held_image_bytes: prepared pixels that all requests together may hold on the host.
     """
 
     tp: int = 1
@@ -28,9 +29,12 @@ class EngineConfig:
     indexer_stripes: bool = True
     stripe_rows: int = 64
     merge: str = "pmax"
+    stripe_min_keys: int | None = None
+    max_held_image_bytes: int = 2 << 30
 
     def __post_init__(self):
-        for name in ("tp", "max_model_len", "page_size", "max_seqs", "prefill_tokens", "max_queue", "stripe_rows"):
+        positive = ("tp", "max_model_len", "page_size", "max_seqs", "prefill_tokens", "max_queue", "stripe_rows")
+        for name in (*positive, "max_held_image_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.prefill_tokens % ROW_TILE:
@@ -40,6 +44,8 @@ class EngineConfig:
                 f"cache_tokens is {self.cache_tokens}, less than max_model_len {self.max_model_len}: "
                 f"one request could never finish"
             )
+        if self.stripe_min_keys is not None and self.stripe_min_keys < 0:
+            raise ValueError(f"stripe_min_keys is {self.stripe_min_keys}; it must not be negative")
         if self.merge not in ("pmax", "all_gather"):
             raise ValueError(f"merge is {self.merge!r}; it must be 'pmax' or 'all_gather'")
 

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+import jax
 import numpy as np
 
 from serving.compile_guard import CompileGuard
@@ -36,8 +37,7 @@ from serving.protocol import (
 from serving.runner import Runner, rows_by_path
 from serving.scheduler import Chunk, Scheduler
 from serving.sequence import Sequence
-from vitbatch import PoolFull, batches_across_requests
-from vitstripe.platform import platform_of
+from vitbatch import PoolFull
 
 logger = logging.getLogger("serving.engine")
 
@@ -55,12 +55,13 @@ class Engine:
         metrics: Metrics,
         guard: CompileGuard,
         uses_mrope: bool,
+        on_death: Callable[[str], None] = lambda detail: None,
     ):
+        """on_death: called once, from the engine thread, when a fault of the devices has ended it."""
+        self._on_death = on_death
         self._runner, self._config, self._metrics, self._guard = runner, config, metrics, guard
         self._name, self._eos, self._uses_mrope = model_name, eos_ids, uses_mrope
         self._scheduler = Scheduler(config, runner.pages, gather_pages=runner.lm.gather_pages)
-        kind = platform_of(runner.mesh.devices.flat[0]).kind
-        self._batches_images = batches_across_requests(kind, dp_encoder=config.dp_encoder, tp=config.tp)
         self._arrived: deque[Sequence] = deque()
         self._aborts: set[str] = set()
         self._known: dict[str, Sequence] = {}
@@ -102,6 +103,21 @@ class Engine:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
+    def is_alive(self) -> bool:
+        """Whether the engine thread runs."""
+        return self._thread.is_alive()
+
+    def stop(self, detail: str) -> int:
+        """Ends at once: every request still known gets an error event. Returns how many there were."""
+        with self._wake:
+            self._state, self._detail = "dead", detail
+            lost = list(self._known.values())
+            self._known.clear()
+            self._wake.notify()
+        for seq in lost:
+            self._send(seq, ErrorEvent("internal", "the engine stopped"))
+        return len(lost)
+
     def health(self) -> Health:
         return Health(self._state, time.monotonic() - self._beat, self._detail)
 
@@ -115,6 +131,9 @@ class Engine:
                 raise Overloaded(f"{len(self._known)} requests are running or waiting; try again", retry_after=1.0)
             if submission.request_id in self._known:
                 raise InvalidRequest(f"request id {submission.request_id!r} is in use")
+            held = sum(s.image_bytes for s in self._known.values())
+            if held and held + seq.image_bytes > self._config.max_held_image_bytes:
+                raise Overloaded(f"the images of waiting requests hold {held >> 20} MiB; try again", retry_after=2.0)
             self._orders += 1
             seq.order = self._orders
             self._known[submission.request_id] = seq
@@ -168,7 +187,7 @@ class Engine:
 
     def _loop(self) -> None:
         try:
-            while True:
+            while self._state != "dead":
                 self._beat = time.monotonic()
                 with self._wake:
                     idle = not (self._arrived or self._aborts or self._scheduler.running or self._scheduler.waiting)
@@ -183,15 +202,8 @@ class Engine:
         except Exception as error:
             # Donated caches may be gone: nothing that runs now can be finished.
             logger.exception("the engine stopped")
-            self._die(f"{type(error).__name__} in the step loop")
-
-    def _die(self, detail: str) -> None:
-        with self._wake:
-            self._state, self._detail = "dead", detail
-            lost = list(self._known.values())
-            self._known.clear()
-        for seq in lost:
-            self._send(seq, ErrorEvent("internal", "the engine stopped"))
+            self.stop(f"{type(error).__name__} in the step loop")
+            self._on_death(self._detail)
 
     def _take_arrivals(self) -> None:
         with self._wake:
@@ -218,16 +230,22 @@ class Engine:
                     self._take_token(chunk.seq, int(token))
         self._beat = time.monotonic()
         fresh = {chunk.seq for chunk in chunks}
-        due = [seq for seq in scheduler.decode() if seq not in fresh]
+        due, preempted = scheduler.decode()
+        due = [seq for seq in due if seq not in fresh]
+        for seq in preempted:
+            self._release(seq)
         if due:
             for seq, token in zip(due, self._runner.decode(due), strict=True):
                 seq.computed = len(seq.tokens)
                 self._take_token(seq, int(token))
-        elif not chunks and len(scheduler.running) > 1:
-            # Requests wait for room in the row pool while each holds a part of it: the youngest lets go.
-            self._release(max(scheduler.running, key=lambda s: s.order))
+        holders = [s for s in (*scheduler.running, *scheduler.waiting) if any(x is not None for x in s.slots)]
+        if not chunks and not due and holders:
+            # Requests wait for room in the row pool while each holds a part of it: the youngest of them lets go.
+            self._release(max(holders, key=lambda s: s.order))
 
     def _take_token(self, seq: Sequence, token: int) -> None:
+        if token < 0:
+            return self._fail(seq, "internal", "the model gave logits that are not finite for this request")
         seq.tokens.append(token)
         if not self._send(seq, TokenEvent(token)):
             return self._finish(seq, "abort")
@@ -245,7 +263,9 @@ class Engine:
         no room now keeps its place and is tried again in the next step."""
         missing = {c.seq: [i for i in c.seq.images_in(c.start, c.stop) if c.seq.slots[i] is None] for c in chunks}
         wanting = [seq for seq, images in missing.items() if images]
-        groups = [wanting] if self._batches_images and wanting else [[seq] for seq in wanting]
+        encoder = self._runner.encoder
+        together = bool(wanting) and encoder is not None and encoder.batches_requests()
+        groups = [wanting] if together else [[seq] for seq in wanting]
         waiting: set[Sequence] = set()
         for group in groups:
             waiting |= self._encode(group, missing)
@@ -277,6 +297,8 @@ class Engine:
                 return set().union(*(self._encode([seq], missing) for seq in group))
             return set(group)
         except Exception as error:
+            if isinstance(error, jax.errors.JaxRuntimeError) or encoder.pool.is_deleted():
+                raise  # the devices failed, not the image
             if len(group) > 1:
                 return set().union(*(self._encode([seq], missing) for seq in group))
             logger.exception("request %s: encoding failed", group[0].request_id)
@@ -295,7 +317,10 @@ class Engine:
     # -- ends
 
     def _send(self, seq: Sequence, event: Event) -> bool:
-        """False when the receiver is broken: its fault must not reach the others."""
+        """False when the receiver is broken, or has had its last event: its fault must not reach the others."""
+        if seq.closed:
+            return False
+        seq.closed = not isinstance(event, TokenEvent)
         try:
             seq.on_event(event)
         except Exception:
@@ -324,7 +349,7 @@ class Engine:
     # -- counts
 
     def _count_rows(self, chunks: list[Chunk], selection: Selection) -> None:
-        if self._runner.lm.decoder.has_indexer:
+        if self._runner.lm.decoder.indexer is not None:
             for path, rows in rows_by_path(chunks, selection).items():
                 self._metrics.indexer_rows(path, rows)
 

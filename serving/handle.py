@@ -42,12 +42,20 @@ class EngineHandle:
     def fail(self, detail: str) -> None:
         self._state, self._detail = "dead", detail
 
-    def drain(self, timeout: float) -> bool:
-        """Lets running requests end; True when all did within `timeout` seconds."""
+    def drain(self, timeout: float) -> int:
+        """Takes no more requests and lets the running ones end. Those that have not after `timeout` seconds get an
+        error event; returns how many that were."""
         with self._lock:
-            self._state = "dead" if self._state == "dead" else "draining"
+            if self._state == "starting":
+                self._state, self._detail = "draining", "shutting down"
             engine = self._engine
-        return engine is None or engine.drain(timeout)
+        if engine is None or engine.drain(timeout):
+            return 0
+        return engine.stop("shut down")
+
+    def is_computing(self) -> bool:
+        """Whether the engine's thread is still in a step."""
+        return self._engine is not None and self._engine.is_alive()
 
     def submit(self, submission: Submission, on_event: Callable[[Event], None]) -> None:
         if self._engine is None:

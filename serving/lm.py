@@ -53,14 +53,14 @@ class LanguageModel:
     def selections(self) -> tuple[Selection, ...]:
         """The ways the indexer may run in a prefill pass: replicated, and striped where the mesh has devices for it."""
         plain = Selection(None)
-        if not (self.decoder.has_indexer and self.config.indexer_stripes and self.config.tp > 1):
+        if self.decoder.indexer is None or not self.config.indexer_stripes or self.config.tp == 1:
             return (plain,)
         return (plain, Selection(self.config.stripe_rows, self.config.merge))
 
     @property
     def gather_pages(self) -> int:
         """Pages the indexer's key gather holds: those of one longest request, or of several shorter ones."""
-        return self.config.pages_per_seq if self.decoder.has_indexer else 0
+        return self.config.pages_per_seq if self.decoder.indexer is not None else 0
 
     def cache_shardings(self) -> list[dict[str, NamedSharding]]:
         def place(array: CacheArray) -> NamedSharding:
@@ -188,7 +188,7 @@ class LanguageModel:
         return Program(name, fn, args, self.decoder.collectives(embeds=embeds, rows=rows, selection=selection))
 
     def extend_name(self, rows: int, selection: Selection) -> str:
-        kind = "" if not self.decoder.has_indexer else "/striped" if selection.stripe_rows else "/replicated"
+        kind = "" if self.decoder.indexer is None else "/striped" if selection.stripe_rows else "/replicated"
         return f"extend/{rows}{kind}"
 
     def extend(self, rows: int, selection: Selection, *, keep_selections: bool = False) -> Program:

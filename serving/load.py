@@ -12,6 +12,7 @@ from serving.config import EngineConfig
 from serving.engine import Engine
 from serving.metrics import Metrics
 from serving.models import bind_decoder, family_of
+from serving.models.config import text_config
 from serving.runner import Runner
 from vitbatch import EncoderConfig, VisionEncoder
 from vitbatch.checkpoint import bind_tower
@@ -41,7 +42,7 @@ class Start:
 
 def has_images(checkpoint: Checkpoint) -> bool:
     """Whether the checkpoint has a vision tower beside its decoder."""
-    return "vision_config" in checkpoint.config
+    return isinstance(checkpoint.config.get("vision_config"), dict)
 
 
 def load_engine(
@@ -55,6 +56,7 @@ def load_engine(
     metrics: Metrics,
     guard: CompileGuard,
     stage: Stage = silent,
+    on_death: Callable[[str], None] = lambda detail: None,
 ) -> Start:
     """Loads and warms; the engine is not started yet. Raises CheckpointError listing everything wrong with the folder,
     ValueError when memory does not suffice, RuntimeError when the self-test fails."""
@@ -89,9 +91,10 @@ def load_engine(
         metrics=metrics,
         guard=guard,
         uses_mrope=family.uses_mrope,
+        on_death=on_death,
     )
     return Start(engine, vision_programs, language_programs)
 
 
 def _hidden_size(checkpoint: Checkpoint) -> int:
-    return checkpoint.config.get("text_config", checkpoint.config)["hidden_size"]
+    return text_config(checkpoint.config)["hidden_size"]

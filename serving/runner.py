@@ -1,5 +1,6 @@
 """The device side of the engine: weights, caches and compiled programs, and one method a kind of pass."""
 
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -9,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dsa_indexer import StripeConfig, engages
+from dsa_indexer import RowBatch, StripeConfig, engages, striped_topk_rows, topk_rows
 from serving.batch import Packer, samples_of
 from serving.config import EngineConfig, bucket_for
 from serving.lm import LanguageModel, LmShapes
@@ -24,6 +26,8 @@ from serving.sequence import Sequence
 from vitbatch import VisionEncoder
 from vitstripe.platform import platform_of
 from vitstripe.program import Program
+
+logger = logging.getLogger("serving.runner")
 
 # Mean keys a row from which striping pays for its merge on a GPU link; on a CPU there is no link to pay for.
 # Source: break-even of scoring and selection against an all-reduce (twice the bytes of an all-gather) at half of
@@ -87,9 +91,9 @@ class Runner:
         self.packer = Packer(config, pages, gather_pages=self.lm.gather_pages)
         self.caches = self.lm.new_caches()
         self.programs: dict[str, jax.stages.Compiled] = {}
-        kind = platform_of(mesh.devices.flat[0]).kind
-        threshold = 0 if kind == "cpu" else _GPU_MIN_MEAN_KEYS[config.merge]
-        self.stripes = StripeConfig(rows=config.stripe_rows, merge=config.merge, min_mean_keys=threshold)
+        self.stripes = stripe_config(config, platform_of(mesh.devices.flat[0]).kind)
+        if len(self.lm.selections) > 1:
+            _log_stripes(self.stripes, config)
 
     # -- passes
 
@@ -118,8 +122,11 @@ class Runner:
         hidden, deep = self._call(name, ids, self.encoder.pool, pool_index)
         return hidden, deep if self.lm.decoder.num_deepstack else None
 
-    def _prefill(self, chunks: Seq[Chunk], selection: Selection) -> tuple[jax.Array, jax.Array]:
-        rows = bucket_for(self.config.token_buckets, sum(c.rows for c in chunks))
+    def _prefill(
+        self, chunks: Seq[Chunk], selection: Selection, rows: int | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """rows: the bucket to run, None for the smallest that holds the chunks."""
+        rows = rows or bucket_for(self.config.token_buckets, sum(c.rows for c in chunks))
         ids, pool_index, step = self.packer.extend(chunks, rows)
         inputs = self._splice(ids, pool_index)
         samples = samples_of([c.seq for c in chunks], self.config.max_seqs)
@@ -167,12 +174,16 @@ class Runner:
             logits = []
             for how in self.lm.selections:
                 name = self.lm.extend_name(rows, how)
-                _, out = timed(name, lambda chunk=chunk, how=how: self._prefill([chunk], how))
+                _, out = timed(name, lambda chunk=chunk, how=how, rows=rows: self._prefill([chunk], how, rows))
                 logits.append(np.asarray(out)[0])
             self._check_agreement(rows, logits)
         one_token = self._made_up_chunk(1).seq
         for size in self.config.batch_buckets:
             timed(f"decode/{size}", lambda size=size: self.decode([one_token] * size))
+        if never_ran := self.programs.keys() - seconds.keys():
+            raise RuntimeError(f"programs that were compiled but not run: {', '.join(sorted(never_ran))}")
+        if len(self.lm.selections) > 1:
+            check_stripes(self.lm, self.stripes)
         return [ProgramTime(p.name, compile_seconds[p.name], seconds[p.name]) for p in programs]
 
     def _made_up_chunk(self, rows: int) -> Chunk:
@@ -196,6 +207,59 @@ class Runner:
                     f"the striped indexer disagrees with the replicated one on this machine (logits differ by "
                     f"{apart:.1e} of the largest at {rows} rows); start with --no-indexer-stripes and report it"
                 )
+
+
+def stripe_config(config: EngineConfig, platform: str) -> StripeConfig:
+    """When and how prefill passes are striped on this platform."""
+    default = 0 if platform == "cpu" else _GPU_MIN_MEAN_KEYS[config.merge]
+    keys = default if config.stripe_min_keys is None else config.stripe_min_keys
+    return StripeConfig(rows=config.stripe_rows, merge=config.merge, min_mean_keys=keys)
+
+
+def _log_stripes(stripes: StripeConfig, config: EngineConfig) -> None:
+    # The last pass of the longest prompt has the most keys a row that this server can ever see.
+    most = config.max_model_len - min(config.prefill_tokens, config.max_model_len) // 2
+    reach = "" if most >= stripes.min_mean_keys else f"; with max_model_len {config.max_model_len} none ever has"
+    logger.info(
+        "indexer rows go in stripes of %d over %d devices, merged by %s, in passes of %d keys a row and more%s",
+        stripes.rows,
+        config.tp,
+        stripes.merge,
+        stripes.min_mean_keys,
+        reach,
+    )
+
+
+def check_stripes(lm: LanguageModel, stripes: StripeConfig) -> None:
+    """Runs the indexer's scoring, selection and merge on made-up keys, twice as many as it keeps, replicated and
+    striped, and compares every device's selection. Raises RuntimeError when one bit differs: a collective that does
+    not work here must not be found out by wrong answers."""
+    c = lm.decoder.indexer
+    assert c is not None
+    rows, keys = stripes.rows * lm.config.tp + 5, 2 * c.topk
+    draw = iter(jax.random.split(jax.random.key(0), 3))
+    whole = NamedSharding(lm.mesh, PartitionSpec())
+
+    def normal(*shape: int) -> jax.Array:
+        return jax.device_put(jax.random.normal(next(draw), shape, jnp.float32), whole)
+
+    q, gates = normal(rows, c.num_heads, c.head_dim).astype(lm.dtype), normal(rows, c.num_heads)
+    index_keys = normal(keys, c.head_dim).astype(lm.dtype)
+    lengths = jax.device_put(np.linspace(1, keys, rows).astype(np.int32), whole)
+    batch = RowBatch(ks=jnp.zeros_like(lengths), lengths=lengths)
+    expected = np.asarray(
+        jax.jit(lambda *a: topk_rows(*a, k=c.topk, forced=c.forced))(q, gates, index_keys, None, batch)
+    )
+    striped = jax.jit(
+        lambda *a: striped_topk_rows(*a, k=c.topk, forced=c.forced, mesh=lm.mesh, axis=lm.axis, stripes=stripes)
+    )
+    for shard in striped(q, gates, index_keys, None, batch).addressable_shards:
+        wrong = int((np.asarray(shard.data) != expected).any(-1).sum())
+        if wrong:
+            raise RuntimeError(
+                f"the striped indexer selects other keys than the replicated one in {wrong} of {rows} rows on "
+                f"{shard.device}; start with --no-indexer-stripes and report it"
+            )
 
 
 def rows_by_path(chunks: Seq[Chunk], selection: Selection) -> Mapping[str, int]:

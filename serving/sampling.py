@@ -23,8 +23,9 @@ class SampleArgs:
 
 
 def sample(logits: Float[Array, "R V"], args: SampleArgs) -> Int[Array, " R"]:
-    """Token ids. Greedy rows take the largest logit, ties to the lowest id; the others draw from
-    softmax(logits / temperature) cut to the smallest set of tokens whose probabilities reach top_p."""
+    """Token ids, -1 for a row whose logits are not all finite. Greedy rows take the largest logit, ties to the lowest
+    id; the others draw from softmax(logits / temperature) cut to the smallest set of tokens whose probabilities reach
+    top_p."""
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def draw(_):
@@ -40,4 +41,5 @@ def sample(logits: Float[Array, "R V"], args: SampleArgs) -> Int[Array, " R"]:
         drawn = jnp.argmax(jnp.where(scaled >= floor, scaled, -jnp.inf) + noise, axis=-1).astype(jnp.int32)
         return jnp.where(args.temperature > 0, drawn, greedy)
 
-    return lax.cond(jnp.any(args.temperature > 0), draw, lambda _: greedy, None)
+    tokens = lax.cond(jnp.any(args.temperature > 0), draw, lambda _: greedy, None)
+    return jnp.where(jnp.isfinite(logits).all(-1), tokens, -1)

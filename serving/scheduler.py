@@ -82,8 +82,10 @@ class Scheduler:
             rows, pages = rows - chunk.rows, pages - needed
         return chunks
 
-    def decode(self) -> list[Sequence]:
-        """Sequences whose next token is due, each with a page for it; the youngest give way when pages run out."""
+    def decode(self) -> tuple[list[Sequence], list[Sequence]]:
+        """(due, preempted): the sequences whose next token is due, each with a page for it, and the youngest ones that
+        gave way because pages ran out."""
+        preempted = []
         due = [s for s in self.running if not s.in_prefill]
         for seq in due:
             while seq in self.running and len(seq.pages) < self._pages_for(len(seq.tokens)):
@@ -91,12 +93,13 @@ class Scheduler:
                 if page is not None:
                     seq.pages += page
                 else:
-                    self._preempt(max(self.running, key=lambda s: s.order))
-        return [s for s in due if s in self.running]
+                    preempted.append(self._preempt(max(self.running, key=lambda s: s.order)))
+        return [s for s in due if s in self.running], preempted
 
-    def _preempt(self, seq: Sequence) -> None:
+    def _preempt(self, seq: Sequence) -> Sequence:
         self.running.remove(seq)
         self.pages.give_back(seq.pages)
         seq.pages, seq.computed = [], 0
         self.waiting.appendleft(seq)
         self.preemptions += 1
+        return seq

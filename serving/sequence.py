@@ -1,6 +1,5 @@
 """One request as the engine sees it."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -15,7 +14,7 @@ class Sequence:
 
     tokens: prompt and generated ids. computed: how many of them are in the cache. pages: its cache pages in order.
     positions, delta: rotary positions of the prompt, and the offset of what follows. slots: pool rows of each image,
-    None until it is encoded. calls: numbers of the vision calls that encoded its images.
+    None until it is encoded. calls: numbers of the vision calls that encoded its images. closed: its end is told.
     """
 
     submission: Submission
@@ -24,15 +23,12 @@ class Sequence:
     delta: int
     seed: int
     order: int = 0
+    closed: bool = False
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
     pages: list[int] = field(default_factory=list)
     slots: list[np.ndarray | None] = field(default_factory=list)
     calls: list[int] = field(default_factory=list)
-    arrived: float = field(default_factory=time.monotonic)
-    first_token: float | None = None
-    last_token: float | None = None
-    aborted: bool = False
 
     def __post_init__(self):
         self.tokens = list(self.submission.prompt_ids)
@@ -49,6 +45,11 @@ class Sequence:
     @property
     def prompt_length(self) -> int:
         return len(self.submission.prompt_ids)
+
+    @property
+    def image_bytes(self) -> int:
+        """Host memory its prepared images hold."""
+        return sum({span.image.key: span.image.patches.nbytes for span in self.images}.values())
 
     @property
     def generated(self) -> int:

@@ -110,21 +110,26 @@ class Tokenizer:
         if not path.is_file():
             raise FileNotFoundError(f"{path} is missing; copy the checkpoint's tokenizer.json into the folder")
         config = read_json(folder / "config.json")
-        text_config = config.get("text_config") or {}
+        text_config = config.get("text_config")
+        text_config = text_config if isinstance(text_config, dict) else {}
 
         eos_ids: set[int] = set()
         for source in (read_json(folder / "generation_config.json"), config, text_config):
             named = source.get("eos_token_id")
             eos_ids.update(i for i in (named if isinstance(named, list) else [named]) if isinstance(i, int))
         placeholders = (config.get("image_token_id"), config.get("video_token_id"))
-        return cls(
-            path.read_text(encoding="utf-8"),
-            eos_ids=frozenset(eos_ids),
-            eos_token=token_text(read_json(folder / "tokenizer_config.json").get("eos_token")),
-            image_token_id=config.get("image_token_id"),
-            reserved_ids=frozenset(i for i in placeholders if isinstance(i, int)),
-            vocab_size=text_config.get("vocab_size") or config.get("vocab_size"),
-        )
+        try:
+            return cls(
+                path.read_text(encoding="utf-8"),
+                eos_ids=frozenset(eos_ids),
+                eos_token=token_text(read_json(folder / "tokenizer_config.json").get("eos_token")),
+                image_token_id=config.get("image_token_id"),
+                reserved_ids=frozenset(i for i in placeholders if isinstance(i, int)),
+                vocab_size=text_config.get("vocab_size") or config.get("vocab_size"),
+            )
+        except Exception as error:
+            # tokenizers raises bare Exception, and a file of another shape fails in whatever is read first.
+            raise ValueError(f"{path} is not a usable tokenizer: {error or type(error).__name__}") from error
 
     def encode_prompt(self, text: str) -> list[int]:
         """Ids of a raw prompt: added tokens are matched, and the tokenizer's own prefix tokens are put in front."""

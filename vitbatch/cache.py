@@ -6,6 +6,7 @@ thread that drives the devices.
 """
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,10 @@ from jaxtyping import Int
 
 class PoolFull(RuntimeError):  # noqa: N818  (a state to wait out, not a fault)
     """Pinned rows leave too little room; release some and try again."""
+
+
+# Keys of evicted images that are remembered, to tell a second encoding from a first.
+_REMEMBERED = 65_536
 
 
 @dataclass
@@ -25,15 +30,17 @@ class _Entry:
 class EmbeddingCache:
     """Slots of `capacity` rows, keyed by image content.
 
-    hits, misses, evictions: running counts of images. tokens_used: slots held by entries, pinned or not.
-    tokens_pinned: slots of pinned entries.
+    hits, misses, evictions, re_encodes: running counts of images. A re-encode is a miss of an image that was here and
+    was evicted: many of them mean that the pool is too small. tokens_used: slots held by entries, pinned or not.
+    tokens_pinned: slots of pinned entries. bytes_per_token: of a row, 0 if unknown.
     """
 
-    def __init__(self, capacity: int):
+    def __init__(self, capacity: int, bytes_per_token: int = 0):
         if capacity < 1:
             raise ValueError(f"the pool has {capacity} rows; it needs at least 1")
-        self.capacity = capacity
-        self.hits = self.misses = self.evictions = 0
+        self.capacity, self.bytes_per_token = capacity, bytes_per_token
+        self.hits = self.misses = self.evictions = self.re_encodes = 0
+        self._evicted: OrderedDict[bytes, None] = OrderedDict()  # oldest eviction first
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
         self._free = np.arange(capacity, dtype=np.int32)
         self._pinned = 0
@@ -41,6 +48,11 @@ class EmbeddingCache:
     @property
     def tokens_used(self) -> int:
         return self.capacity - len(self._free)
+
+    @property
+    def bytes_used(self) -> int:
+        """Of the entries, pinned or not, on each device."""
+        return self.tokens_used * self.bytes_per_token
 
     @property
     def tokens_pinned(self) -> int:
@@ -87,8 +99,13 @@ class EmbeddingCache:
                 f"images, send fewer at once or raise pool_tokens"
             )
         while len(self._free) < tokens:
-            self._drop(next(k for k, entry in self._entries.items() if not entry.pins))
+            evicted = next(k for k, entry in self._entries.items() if not entry.pins)
+            self._drop(evicted)
             self.evictions += 1
+            self._evicted[evicted] = None
+            self._evicted.move_to_end(evicted)
+            if len(self._evicted) > _REMEMBERED:
+                self._evicted.popitem(last=False)
         slots, self._free = self._free[:tokens], self._free[tokens:]
         self._entries[key] = _Entry(slots)
         return slots
@@ -108,6 +125,15 @@ class EmbeddingCache:
         entry.pins -= 1
         if not entry.pins:
             self._pinned -= len(entry.slots)
+
+    def count(self, hits: int, missed: Iterable[bytes]) -> None:
+        """Adds to the statistics: `hits` images that were found, and the keys of those that had to be encoded."""
+        self.hits += hits
+        for key in missed:
+            self.misses += 1
+            if key in self._evicted:
+                del self._evicted[key]
+                self.re_encodes += 1
 
     def discard(self, key: bytes) -> None:
         """Forgets an entry whose rows were never written. Raises ValueError if it is in use."""

@@ -34,8 +34,11 @@ def image_processor(checkpoint: Checkpoint, config: EncoderConfig | None = None)
             patch_size=vision.patch_size,
             merge_size=vision.merge_size,
             temporal_patch_size=vision.temporal_patch_size,
+            model_type=vision.model_type,
             min_pixels=config.min_pixels,
             max_pixels=config.max_image_pixels,
+            min_image_tokens=config.min_image_tokens,
+            max_image_tokens=config.max_image_tokens,
             max_decoded_pixels=config.max_pixels,
             max_patches=config.ladder.largest if config.ladder else None,
         )

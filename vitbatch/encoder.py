@@ -1,8 +1,10 @@
 """VisionEncoder: the images of many requests in one call, with one program a bucket and a row pool on the device."""
 
+import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +18,20 @@ from PIL import Image
 
 from vitbatch import checkpoint as checkpoints
 from vitbatch.cache import EmbeddingCache, PoolFull
-from vitbatch.config import BucketLadder, EncoderConfig, VisionConfig
+from vitbatch.compile_guard import run_compiled
+from vitbatch.config import ATTENTION_BLOCK, BucketLadder, EncoderConfig, VisionConfig, activation_bytes
+from vitbatch.gate import BatchDecision, decide_batching
 from vitbatch.images import ImageError, ImageProcessor, PreparedImage
-from vitbatch.planning import CallPlan, lay_out, plan_calls
+from vitbatch.planning import CallPlan, attention_cost, lay_out, plan_calls
 from vitbatch.program import bucket_program, build_encode
 from vitbatch.towers import family_of
-from vitbatch.warmup import BucketReport, WarmupReport
+from vitbatch.warmup import BucketReport, Compilation, Progress, WarmupReport, compile_all
 from vitstripe import Program, require_auto_axis
-from vitstripe.checkpoint import Checkpoint, Progress, load, raise_problems
+from vitstripe.checkpoint import Checkpoint, load, raise_problems
+from vitstripe.checkpoint import Progress as LoadProgress
 from vitstripe.platform import platform_of
+
+logger = logging.getLogger("vitbatch.encoder")
 
 _MIN_POOL_TOKENS = 1024
 _POOL_IMAGES = 4
@@ -35,13 +42,25 @@ _WARM_IMAGE_PATCHES = 1024
 # Query blocks side by side in attention: a CPU gains nothing from more, a GPU needs many to be full.
 _CPU_CHUNK, _GPU_CHUNK = 8, 64
 
+# What a lane at least holds, whatever the largest image: a GPU wants many rows a launch, a CPU's caches hold no more.
+_GPU_LEAST_TOP, _CPU_LEAST_TOP = 16384, 2048
+
+# A cache of keys and values sized from what is free after warm-up commonly takes 80 % of it.
+_GPU_MEMORY_SHARE = 0.15
+
+# Grids whose position taps are kept; servers see the same few sizes again and again.
+_KEPT_GRIDS = 64
+
+_ARGUMENTS = ("state", "pool", "patches", "lanes", "dest")
+
 AnyImage = Image.Image | bytes | np.ndarray | PreparedImage
 
 
 @dataclass(frozen=True)
 class CallStats:
     """One encoder call. call_id: running number from 1. bucket: patches a lane. patches: real ones.
-    padded_ratio: share of the computed patches that are padding. seconds: from dispatch until its rows were ready."""
+    padded_ratio: share of the computed patches that are padding. imbalance: patches of the fullest lane over the mean.
+    seconds: from dispatch until its rows were ready."""
 
     call_id: int
     images: int
@@ -50,6 +69,7 @@ class CallStats:
     bucket: int
     patches: int
     padded_ratio: float
+    imbalance: float
     seconds: float
 
 
@@ -64,6 +84,12 @@ class EncodedImages:
     slots: list[np.ndarray]
     calls: list[CallStats]
     call_of: list[int | None]
+
+    @property
+    def padded_ratio(self) -> float:
+        """Share of the patches computed by all the calls that are padding; 0 without a call."""
+        computed = sum(call.lanes * call.bucket for call in self.calls)
+        return 1 - sum(call.patches for call in self.calls) / computed if computed else 0.0
 
 
 @dataclass(frozen=True)
@@ -95,7 +121,6 @@ class VisionEncoder:
         width = require_auto_axis(mesh, axis)
         self.vision_config, self.processor = vision_config, processor
         self.mesh, self.axis, self.config = mesh, axis, config
-        self.ladder = config.ladder or BucketLadder.default(processor.largest_image_patches)
         self.lanes = width if config.dp_encoder else 1
         self._lane_axis = axis if config.dp_encoder else None
         self._family = family_of(vision_config.model_type)
@@ -105,6 +130,13 @@ class VisionEncoder:
         )
         platform = platform_of(mesh.devices.flat[0])
         self.dtype = jnp.dtype(platform.default_dtype if config.dtype is None else config.dtype)
+        self.ladder = config.ladder or self._choose_ladder()
+        self._max_call_patches = config.max_call_patches
+        if self._max_call_patches is None and platform.kind == "cpu":
+            self._max_call_patches = self.lanes * _CPU_LEAST_TOP
+        self._quadratic = attention_cost(vision_config) if config.quadratic_lanes else 0.0
+        self._taps = lru_cache(_KEPT_GRIDS)(lambda gh, gw: self._family.position_taps(vision_config, gh, gw))
+        self._decision: BatchDecision | None = None
         self._encode = build_encode(
             graphdef,
             vision_config,
@@ -115,13 +147,47 @@ class VisionEncoder:
             chunk=_CPU_CHUNK if platform.kind == "cpu" else _GPU_CHUNK,
         )
         largest = min(self.ladder.largest, processor.largest_image_patches) // vision_config.patches_per_token
-        self.cache = EmbeddingCache(config.pool_tokens or max(_MIN_POOL_TOKENS, _POOL_IMAGES * largest))
+        row_bytes = self.row_width * self.dtype.itemsize
+        tokens = config.pool_tokens or max(_MIN_POOL_TOKENS, _POOL_IMAGES * largest)
+        if config.pool_bytes is not None:
+            tokens = config.pool_bytes // row_bytes
+            if not tokens:
+                raise ValueError(f"pool_bytes {config.pool_bytes} is less than one row of {row_bytes} bytes; raise it")
+        self.cache = EmbeddingCache(tokens, row_bytes)
         self._pool_shape = jax.ShapeDtypeStruct(
             (self.cache.capacity, self.row_width), self.dtype, sharding=NamedSharding(mesh, PartitionSpec())
         )
         self._pool = _zeros(self._pool_shape)
-        self._compiled: dict[tuple[int, str], jax.stages.Compiled] = {}
+        self._compiled: dict[tuple[int, str], Compilation] = {}
         self._calls = 0
+
+    def _choose_ladder(self) -> BucketLadder:
+        """Room for the largest image and many small ones, within the memory given."""
+        device, largest = self.mesh.devices.flat[0], self.processor.largest_image_patches
+        on_cpu = platform_of(device).kind == "cpu"
+        memory = self.config.memory_bytes
+        if memory is None and not on_cpu and (stats := device.memory_stats()):
+            memory = int((stats["bytes_limit"] - stats["bytes_in_use"]) * _GPU_MEMORY_SHARE)
+        longest = None
+        if memory is not None:
+            patch_bytes = activation_bytes(self.vision_config, self.dtype.itemsize, self.lanes)
+            longest = memory // patch_bytes // ATTENTION_BLOCK * ATTENTION_BLOCK
+            if not longest:
+                raise ValueError(
+                    f"{memory} bytes hold no lane of {ATTENTION_BLOCK} patches at {patch_bytes} bytes a patch; give "
+                    f"more memory_bytes"
+                )
+        # Two of the largest side by side even out the lanes; a CPU has no use for it.
+        least_top = _CPU_LEAST_TOP if on_cpu else max(_GPU_LEAST_TOP, 2 * largest)
+        ladder = BucketLadder.default(largest, longest, least_top=least_top)
+        if ladder.largest < largest:
+            logger.warning(
+                "memory for %d patches a lane, but an image may have %d; larger images will be refused: give more "
+                "memory_bytes or lower max_image_pixels",
+                ladder.largest,
+                largest,
+            )
+        return ladder
 
     @classmethod
     def from_checkpoint(
@@ -131,7 +197,7 @@ class VisionEncoder:
         mesh: Mesh,
         axis: str = "tp",
         config: EncoderConfig | None = None,
-        progress: Progress | None = None,
+        progress: LoadProgress | None = None,
     ) -> "VisionEncoder":
         """From a Hugging Face or Orbax folder. Raises CheckpointError that lists every tensor that does not fit."""
         config = config or EncoderConfig()
@@ -181,29 +247,67 @@ class VisionEncoder:
             dtype,
         )
 
-    def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> WarmupReport:
-        """Compiles every bucket and runs it on every device with full lanes. Afterwards nothing compiles.
+    def batches_requests(self) -> bool:
+        """Whether the images of several requests should go into one call here (`vitbatch.gate`). Decided anew at every
+        call; logged when it is first asked and when the answer changes."""
+        kind = platform_of(self.mesh.devices.flat[0]).kind
+        tp = self.mesh.shape[self.axis]
+        decision = decide_batching(kind, dp_encoder=self.config.dp_encoder, tp=tp, batching=self.config.batching)
+        if decision != self._decision:
+            self._decision = decision
+            how = "are encoded in one call" if decision.batched else "are encoded request by request"
+            logger.info("images of several requests %s: %s", how, decision.reason)
+        return decision.batched
 
-        The rows are dropped: live slots of the pool keep their content. progress: called with (programs done, programs
-        in all, name of the one that just finished).
+    def warm_up(self, progress: Progress | None = None) -> WarmupReport:
+        """Compiles every bucket, several at once, and then runs each on every device with full lanes. Afterwards
+        nothing compiles.
+
+        The rows are dropped: live slots of the pool keep their content. progress: called with (steps done, steps in
+        all, program that made the last one); compiling and running a bucket are a step each.
         """
+        begin = time.perf_counter()
+        missing = [c for c in self.ladder.capacities if (c, "uint8") not in self._compiled]
+        steps = len(missing) + len(self.ladder.capacities)
+        done = 0
+
+        def step(name: str) -> None:
+            nonlocal done
+            done += 1
+            if progress:
+                progress(done, steps, name)
+
+        def keep(compilation: Compilation) -> None:
+            capacity = capacity_of[compilation.program.name]
+            self._compiled[capacity, "uint8"] = compilation
+            step(compilation.program.name)
+
+        # The largest first: they take longest, if any does.
+        programs = {c: self._program(c, np.dtype(np.uint8)) for c in reversed(missing)}
+        capacity_of = {program.name: capacity for capacity, program in programs.items()}
+        compile_all(list(programs.values()), self.config.compilation_cache, keep)
         reports = []
-        for number, program in enumerate(self.programs(), 1):
-            capacity = self.ladder.capacities[number - 1]
-            begin = time.perf_counter()
-            known = (capacity, "uint8") in self._compiled
-            self._compile(capacity, np.dtype(np.uint8))
-            compiled = time.perf_counter()
+        for capacity in self.ladder.capacities:
+            ready = self._compiled[capacity, "uint8"]
             frames = self._full_lanes(capacity)
             (plan,) = plan_calls([f.grid[0] * f.grid[1] for f in frames], self.lanes, BucketLadder((capacity,)))
+            start = time.perf_counter()
             jax.block_until_ready(self._dispatch(plan, frames, [None] * len(frames)))
-            ran = time.perf_counter()
+            ran = time.perf_counter() - start
+            fresh = capacity in programs
             reports.append(
-                BucketReport(program.name, self.lanes, capacity, 0.0 if known else compiled - begin, ran - compiled)
+                BucketReport(
+                    name=ready.program.name,
+                    lanes=self.lanes,
+                    capacity=capacity,
+                    lower_seconds=ready.lower_seconds if fresh else 0.0,
+                    compile_seconds=ready.compile_seconds if fresh else 0.0,
+                    run_seconds=ran,
+                    source=("disk" if ready.from_disk else "compiled") if fresh else "ready",
+                )
             )
-            if progress:
-                progress(number, len(self.ladder.capacities), program.name)
-        return WarmupReport(tuple(reports))
+            step(ready.program.name)
+        return WarmupReport(tuple(reports), time.perf_counter() - begin)
 
     def _full_lanes(self, capacity: int) -> list[Frame]:
         """Images of pixels that are not all alike, together filling every lane."""
@@ -229,6 +333,14 @@ class VisionEncoder:
         unique = [prepared[i] for i in first_seen.values()]
         rows = dict(zip(first_seen, self.encode_frames([_frame(image) for image in unique]), strict=True))
         return [rows[image.key] for image in prepared]
+
+    def encode_requests(self, requests: Sequence[Sequence[AnyImage]]) -> list[list[Float[np.ndarray, "T W"]]]:
+        """`encode` for the images of several requests: in one go where `batches_requests` says so, otherwise request by
+        request. Rows in the order given, one list a request; an empty one for a request of text alone."""
+        if not self.batches_requests():
+            return [self.encode(images) for images in requests]
+        rows = iter(self.encode([image for images in requests for image in images]))
+        return [[next(rows) for _ in images] for images in requests]
 
     def encode_frames(self, frames: Sequence[Frame]) -> list[Float[np.ndarray, "T W"]]:
         """Like `encode`, from patch rows: uint8 pixels, or floats that are normalised already."""
@@ -268,14 +380,14 @@ class VisionEncoder:
             for key in unique.keys() - {image.key for image in misses}:
                 self.cache.release(key)
             raise
+        keys_of_misses = [image.key for image in misses]
         # Claiming pinned each key once; the other occurrences follow now that nothing can fail.
         seen: set[bytes] = set()
         for image in prepared:
             if image.key in seen:
                 self.cache.pin(image.key)
             seen.add(image.key)
-        self.cache.hits += len(unique) - len(misses)
-        self.cache.misses += len(misses)
+        self.cache.count(len(unique) - len(misses), keys_of_misses)
         return EncodedImages(
             [slots[image.key] for image in prepared], calls, [call_of_key.get(image.key) for image in prepared]
         )
@@ -350,6 +462,7 @@ class VisionEncoder:
                     bucket=plan.capacity,
                     patches=plan.patches,
                     padded_ratio=plan.padded_ratio,
+                    imbalance=plan.imbalance,
                     seconds=ended - started,
                 )
             )
@@ -358,15 +471,19 @@ class VisionEncoder:
         return calls, call_of_key
 
     def _plan(self, sizes: list[int]) -> list[CallPlan]:
-        return plan_calls(sizes, self.lanes, self.ladder, self.config.max_call_patches)
+        return plan_calls(sizes, self.lanes, self.ladder, self._max_call_patches, self._quadratic)
 
     def _prepared(self, image: AnyImage) -> PreparedImage:
         return image if isinstance(image, PreparedImage) else self.processor.prepare(image)
 
-    def _compile(self, capacity: int, dtype: np.dtype) -> jax.stages.Compiled:
+    def _compile(self, capacity: int, dtype: np.dtype) -> Compilation:
         key = (capacity, dtype.name)
         if key not in self._compiled:
-            self._compiled[key] = self._program(capacity, dtype).compile()
+            compile_all(
+                [self._program(capacity, dtype)],
+                self.config.compilation_cache,
+                lambda compilation: self._compiled.update({key: compilation}),
+            )
         return self._compiled[key]
 
     def _dispatch(self, plan: CallPlan, frames: Sequence[Frame], slots: Sequence[np.ndarray | None]) -> jax.Array:
@@ -387,12 +504,15 @@ class VisionEncoder:
             [frame.grid for frame in frames],
             self.vision_config.merge_size,
             self._family.num_taps,
-            lambda gh, gw: self._family.position_taps(self.vision_config, gh, gw),
+            self._taps,
+            self.vision_config.window_cells,
         )
-        compiled = self._compile(plan.capacity, dtype)
+        ready = self._compile(plan.capacity, dtype)
         # The very shardings the program was compiled with, in warm-up and at run time alike.
-        arguments = jax.device_put((patches, lanes, dest), compiled.input_shardings[0][2:])
-        self._pool, rows = compiled(self._state, self._pool, *arguments)
+        arguments = jax.device_put((patches, lanes, dest), ready.compiled.input_shardings[0][2:])
+        self._pool, rows = run_compiled(
+            ready.program.name, ready.compiled, ready.program.args, _ARGUMENTS, self._state, self._pool, *arguments
+        )
         return rows
 
 

@@ -31,12 +31,28 @@ class Segments(Generic[A]):
 
 @register_dataclass
 @dataclass(frozen=True)
+class Windows(Generic[A]):
+    """How a tower with window attention reorders the merged cells of a lane, G = C / merge_size^2 of them. Each image
+    keeps its own stretch of the lane; inside it, cells stand window by window.
+
+    order: int32 [G], the cell that stands at each place. place: int32 [G], its inverse. window: int32 [G], where the
+    window of each place begins; -1 for padding.
+    """
+
+    order: A
+    place: A
+    window: A
+
+
+@register_dataclass
+@dataclass(frozen=True)
 class LaneInputs(Generic[A]):
     """positions: int32 [C, 2], row and column of each patch in its image.
     tap_index, tap_weight: int32 and float32 [C, taps], rows of the position table and their weights; 0 taps without a
-    table. segments: which blocks belong together."""
+    table. segments: which blocks belong together. windows: None for a tower without window attention."""
 
     positions: A
     tap_index: A
     tap_weight: A
     segments: Segments[A]
+    windows: Windows[A] | None = None

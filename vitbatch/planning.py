@@ -1,6 +1,6 @@
 """Host planning: which image goes into which call, lane and rows. Pure numpy; a device program only sees the result.
 
-calls    images in first-seen order, as many as the patch budget and the largest bucket allow
+calls    images in first-seen order, cut where the least padding is computed, within the patch budget
 lanes    a call's images, longest first, each to the least loaded lane
 layout   in a lane, images back to back, each starting at a multiple of 64 patches:
 
@@ -8,14 +8,28 @@ layout   in a lane, images back to back, each starting at a multiple of 64 patch
     lane 1   | image 1    |gap| image 2 |gap| padding .......... |   the fullest lane
 """
 
+import heapq
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from jaxtyping import Int
 
-from vitbatch.config import ATTENTION_BLOCK, BucketLadder, align
+from vitbatch.config import ATTENTION_BLOCK, BucketLadder, VisionConfig, align
 from vitbatch.lanes import LaneInputs, Segments
+from vitbatch.windows import add_windows, no_windows
+
+# A call costs as much as this many patches a lane: what launching it takes beyond its rows. Splits that save less are
+# not made.
+_CALL_COST = 256
+
+# A split whose cost is within this factor of the least imaginable one is taken without looking at others.
+_GOOD_ENOUGH = 1.04
+
+# Images whose split into calls is weighed at once; more are planned window by window.
+_WINDOW = 128
 
 
 @dataclass(frozen=True)
@@ -32,17 +46,28 @@ class LaneAssignment:
         return [self.order[end - count : end] for end, count in zip(ends, self.counts, strict=True)]
 
 
-def assign_lanes(sizes: Sequence[int], lanes: int) -> LaneAssignment:
+def assign_lanes(sizes: Sequence[int], lanes: int, quadratic: float = 0.0) -> LaneAssignment:
     """Greedy longest-first: images by size descending (equal sizes keep their order), each to the lane with the
-    smallest load so far, ties to the lowest lane. The load is linear in patches, as in sglang's data-parallel
-    encoder."""
+    smallest cost so far, ties to the lowest lane.
+
+    quadratic: an image of N patches costs N * (1 + quadratic * N). 0 is the rule of sglang's data-parallel encoder,
+    linear in patches; `attention_cost` gives the value at which attention counts for what it takes.
+    """
     held: list[list[int]] = [[] for _ in range(lanes)]
     loads = [0] * lanes
+    cheapest = [(0.0, lane) for lane in range(lanes)]
     for image in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        lane = loads.index(min(loads))
+        cost, lane = cheapest[0]
         held[lane].append(image)
         loads[lane] += sizes[image]
+        heapq.heapreplace(cheapest, (cost + sizes[image] * (1 + quadratic * sizes[image]), lane))
     return LaneAssignment([i for lane in held for i in lane], [len(lane) for lane in held], loads)
+
+
+def attention_cost(vision: VisionConfig) -> float:
+    """`quadratic` for a tower: attention's 4NH multiply-adds a patch of an N-patch image against the 8H^2 + 4HF of a
+    block's matmuls (H hidden_size, F intermediate_size; a gated MLP has 6HF, which makes it an upper bound)."""
+    return 1 / (2 * vision.hidden_size + vision.intermediate_size)
 
 
 @dataclass(frozen=True)
@@ -70,6 +95,12 @@ class CallPlan:
         return len(set(self.lane))
 
     @property
+    def imbalance(self) -> float:
+        """Patches of the fullest lane over the mean; 1 when all lanes hold the same."""
+        loads = np.bincount(self.lane, self.sizes, self.lanes)
+        return float(loads.max() / loads.mean())
+
+    @property
     def padded_ratio(self) -> float:
         """Share of the computed patches that are padding."""
         return 1 - self.patches / (self.lanes * self.capacity)
@@ -80,50 +111,103 @@ class CallPlan:
         return np.arange(begin, begin + self.sizes[position] // patches_per_token)
 
 
-def _place(sizes: Sequence[int], lanes: int) -> tuple[list[int], list[int], int]:
+@dataclass(frozen=True)
+class _Placed:
     """Lane and start of each image, and the fullest lane's length."""
+
+    lane: tuple[int, ...]
+    start: tuple[int, ...]
+    fullest: int
+
+
+def _place(sizes: Sequence[int], lanes: int, quadratic: float) -> _Placed:
     lane_of, start_of, fullest = [0] * len(sizes), [0] * len(sizes), 0
-    for lane, held in enumerate(assign_lanes(sizes, lanes).lanes()):
+    for lane, held in enumerate(assign_lanes(sizes, lanes, quadratic).lanes()):
         used = 0
         for image in held:
             lane_of[image], start_of[image] = lane, used
             used += align(sizes[image])
         fullest = max(fullest, used)
-    return lane_of, start_of, fullest
+    return _Placed(tuple(lane_of), tuple(start_of), fullest)
 
 
 def plan_calls(
-    sizes: Sequence[int], lanes: int, ladder: BucketLadder, max_call_patches: int | None = None
+    sizes: Sequence[int],
+    lanes: int,
+    ladder: BucketLadder,
+    max_call_patches: int | None = None,
+    quadratic: float = 0.0,
 ) -> list[CallPlan]:
-    """Splits images into calls, in order.
+    """Splits images into calls, in order, so that the fewest patches are computed, padding included.
 
-    sizes: patches an image. A call ends before the image that would take it over `max_call_patches` (None: no limit)
-    or its fullest lane over the largest bucket. An image above the budget runs alone. Raises ValueError for an image
-    above the largest bucket.
+    sizes: patches an image. A call holds at most `max_call_patches` real patches (None: no limit; an image above it
+    runs alone), and its fullest lane no more than the largest bucket. An additional call must save 256 patches a lane;
+    among equally good splits the earliest call is the largest. quadratic: see `assign_lanes`. Raises ValueError for
+    an image above the largest bucket.
     """
     for size in sizes:
         ladder.bucket_for(size)
     calls: list[CallPlan] = []
-    pending: list[int] = []
-    placed: tuple[list[int], list[int], int] = ([], [], 0)
-
-    def close():
-        lane, start, fullest = placed
-        capacity = ladder.bucket_for(fullest)
-        chosen = tuple(sizes[i] for i in pending)
-        calls.append(CallPlan(tuple(pending), chosen, tuple(lane), tuple(start), lanes, capacity))
-
-    for image, size in enumerate(sizes):
-        grown = _place([sizes[i] for i in pending] + [size], lanes)
-        over_budget = max_call_patches is not None and sum(sizes[i] for i in pending) + size > max_call_patches
-        if pending and (over_budget or grown[2] > ladder.largest):
-            close()
-            pending, grown = [], _place([size], lanes)
-        pending.append(image)
-        placed = grown
-    if pending:
-        close()
+    begin = 0
+    while begin < len(sizes):
+        window = sizes[begin : begin + _WINDOW]
+        split = _cheapest_split(window, lanes, ladder, max_call_patches, quadratic)
+        if begin + len(window) < len(sizes):
+            # The last call may have room for images past the window: it is planned again with them.
+            split = split[:-1] or split
+        for first, stop in split:
+            chosen = tuple(sizes[begin + first : begin + stop])
+            placed = _place(chosen, lanes, quadratic)
+            images = tuple(range(begin + first, begin + stop))
+            capacity = ladder.bucket_for(placed.fullest)
+            calls.append(CallPlan(images, chosen, placed.lane, placed.start, lanes, capacity))
+        begin += split[-1][1]
     return calls
+
+
+def _cheapest_split(
+    sizes: Sequence[int], lanes: int, ladder: BucketLadder, max_call_patches: int | None, quadratic: float
+) -> list[tuple[int, int]]:
+    """(first, stop) of each call.
+
+    From each place a call may begin, only the longest call of each capacity is a candidate: a shorter one would leave
+    more for the rest at the same price. Large capacities are tried first, and smaller ones only while what they could
+    save is worth the search.
+    """
+    total = [0, *np.cumsum(sizes).tolist()]
+    room = [0, *np.cumsum([align(size) for size in sizes]).tolist()]
+
+    @cache
+    def best(first: int) -> tuple[int, tuple[tuple[int, int], ...]]:
+        """The cost of everything from `first` on, and its calls."""
+        if first == len(sizes):
+            return 0, ()
+        found: tuple[int, tuple[tuple[int, int], ...]] | None = None
+        limit, fullest = len(sizes), 0
+        if max_call_patches is not None:
+            limit = max(first + 1, bisect_right(total, total[first] + max_call_patches) - 1)
+        capacity = ladder.largest
+        while True:
+            stop = min(limit, bisect_right(room, room[first] + lanes * capacity) - 1)
+            while stop > first and (fullest := _place(sizes[first:stop], lanes, quadratic).fullest) > capacity:
+                stop -= 1
+            if stop == first:
+                break
+            bucket = ladder.bucket_for(fullest)
+            rest, calls = best(stop)
+            cost = bucket + _CALL_COST + rest
+            if found is None or cost < found[0]:
+                found = cost, ((first, stop), *calls)
+            smaller = [c for c in ladder.capacities if c < bucket]
+            # No padding but the gaps between images, lanes in perfect balance, and at least one call more.
+            least = (room[-1] - room[first]) / lanes + 2 * _CALL_COST
+            if not smaller or found[0] <= _GOOD_ENOUGH * least:
+                break
+            capacity = smaller[-1]
+        assert found is not None, "an image fits the largest bucket, which is tried first"
+        return found
+
+    return list(best(0)[1])
 
 
 def merge_order(gh: int, gw: int, merge: int) -> Int[np.ndarray, "N 2"]:
@@ -141,9 +225,10 @@ def lay_out(
     merge: int,
     num_taps: int,
     position_taps: Callable[[int, int], tuple[np.ndarray, np.ndarray]],
+    window_cells: int = 0,
 ) -> LaneInputs[np.ndarray]:
     """The arrays of a call, with a leading lane axis. grids: (gh, gw) of every planned image, indexed as in
-    `plan.images`. Padding has position 0, tap weight 0 and belongs to no image.
+    `plan.images`. window_cells: see `VisionConfig`. Padding has position 0, tap weight 0 and belongs to no image.
     """
     L, C = plan.lanes, plan.capacity
     blocks = C // ATTENTION_BLOCK
@@ -152,6 +237,7 @@ def lay_out(
         np.zeros((L, C, num_taps), np.int32),
         np.zeros((L, C, num_taps), np.float32),
         Segments(np.tile(np.arange(blocks, dtype=np.int32), (L, 1)), np.zeros((L, blocks), np.int32)),
+        no_windows(L, C // merge**2) if window_cells else None,
     )
     for image, size, lane, start in zip(plan.images, plan.sizes, plan.lane, plan.start, strict=True):
         gh, gw = grids[image]
@@ -164,4 +250,6 @@ def lay_out(
         own = slice(start // ATTENTION_BLOCK, (start + align(size)) // ATTENTION_BLOCK)
         layout.segments.first[lane, own] = own.start
         layout.segments.end[lane, own] = start + size
+        if layout.windows is not None:
+            add_windows(layout.windows, lane, start // merge**2, gh // merge, gw // merge, window_cells)
     return layout

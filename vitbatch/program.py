@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, UInt8
 
 from vitbatch.config import ATTENTION_BLOCK, VisionConfig
-from vitbatch.lanes import LaneInputs, Segments
+from vitbatch.lanes import LaneInputs, Segments, Windows
 from vitstripe import Program
 
 
@@ -92,16 +92,16 @@ def abstract_inputs(
         return jax.ShapeDtypeStruct((lanes, *shape), dtype, sharding=split)
 
     features = vision.patch_pixels if jnp.dtype(dtype) == jnp.uint8 else vision.patch_features
-    blocks = capacity // ATTENTION_BLOCK
+    blocks, cells = capacity // ATTENTION_BLOCK, capacity // vision.patches_per_token
+    windows = Windows(*(lane_array((cells,), jnp.int32) for _ in range(3))) if vision.window_cells else None
     inputs = LaneInputs(
         positions=lane_array((capacity, 2), jnp.int32),
         tap_index=lane_array((capacity, num_taps), jnp.int32),
         tap_weight=lane_array((capacity, num_taps), jnp.float32),
         segments=Segments(lane_array((blocks,), jnp.int32), lane_array((blocks,), jnp.int32)),
+        windows=windows,
     )
-    dest = jax.ShapeDtypeStruct(
-        (lanes * capacity // vision.patches_per_token,), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec())
-    )
+    dest = jax.ShapeDtypeStruct((lanes * cells,), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
     return lane_array((capacity, features), dtype), inputs, dest
 
 

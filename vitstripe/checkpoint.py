@@ -10,6 +10,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,8 @@ class Checkpoint:
             absent = sorted({f.name for f in files.values() if not f.is_file()})
             if absent:
                 raise CheckpointError(f"{self.folder} lacks weight files that {_INDEX} names: {', '.join(absent)}")
-            lost = sorted(name for name, file in files.items() if name not in set(self._file(file).keys()))
+            held = {file: set(self._file(file).keys()) for file in set(files.values())}
+            lost = sorted(name for name, file in files.items() if name not in held[file])
             if lost:
                 raise CheckpointError(f"{index} names tensors that their files do not hold: {', '.join(lost)}")
             return files
@@ -227,10 +229,17 @@ def load(
     return nnx.from_flat_state(loaded)
 
 
+@cache
+def _stack_programs(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding):
+    """Makes an empty stack, and puts one expert into it; one pair for all layers of a shape."""
+    zeros = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
+    return zeros, jax.jit(lambda stack, x, e: stack.at[e].set(x), donate_argnums=0, out_shardings=sharding)
+
+
 def _fill_stack(checkpoint: Checkpoint, names: Sequence[str], value, sharding: NamedSharding) -> jax.Array:
     part = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
-    array = jax.jit(lambda: jnp.zeros(value.shape, value.dtype), out_shardings=sharding)()
-    put = jax.jit(lambda stack, x, e: stack.at[e].set(x), donate_argnums=0, out_shardings=sharding)
+    zeros, put = _stack_programs(value.shape, value.dtype, sharding)
+    array = zeros()
     for e, tensor_name in enumerate(names):
         tensor = checkpoint.read(tensor_name).astype(value.dtype, copy=False)
         array = jax.block_until_ready(put(array, jax.device_put(tensor, part), np.int32(e)))

@@ -53,6 +53,7 @@ def paged_scores(
     q: Float[Array, "n H D"],
     gates: Float32[Array, "n H"],
     key_pages: Float[Array, "P page D"],
+    scale_pages: Float32[Array, "P page"] | None,
     pages: Int32[Array, "maxpages"],
     lengths: Int32[Array, "n"],
 ) -> Float32[Array, "n N"]:
@@ -64,6 +65,7 @@ def paged_scores(
     num_keys = pages.shape[0] * page_size
     columns = columns_of(num_keys)
     slots = key_pages.reshape(num_pages * page_size, dim)
+    scales = None if scale_pages is None else scale_pages.reshape(-1)
     num_rows = q.shape[0]
     padded = -(-num_rows // ROW_TILE) * ROW_TILE
     q, gates, lengths = (pad_rows(x, padded) for x in (q, gates, lengths))
@@ -72,7 +74,8 @@ def paged_scores(
         position = j * KEY_BLOCK + jnp.arange(KEY_BLOCK, dtype=jnp.int32)
         page = pages.at[position // page_size].get(mode="clip")
         # Positions past the request's keys read some page or other; the row's window masks them.
-        return slots.at[page * page_size + position % page_size].get(mode="clip"), None
+        slot = page * page_size + position % page_size
+        return slots.at[slot].get(mode="clip"), None if scales is None else scales.at[slot].get(mode="clip")
 
     def tile(parts: tuple[Array, Array, Array]) -> Float32[Array, "8 columns"]:
         tile_q, tile_gates, tile_lengths = parts

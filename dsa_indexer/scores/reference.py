@@ -22,11 +22,19 @@ def columns_of(num_keys: int) -> int:
     return -(-num_keys // KEY_BLOCK) * KEY_BLOCK
 
 
+def _operands(q: Array, keys: Array) -> tuple[Array, Array]:
+    """Both in one dtype that every platform can multiply. Every float8 value is a bfloat16 value, so this is exact."""
+    q, keys = (x.astype(jnp.bfloat16) if x.dtype.itemsize == 1 else x for x in (q, keys))
+    dtype = jnp.promote_types(q.dtype, keys.dtype)
+    return q.astype(dtype), keys.astype(dtype)
+
+
 def block_scores(
     q: Float[Array, "8 H D"], gates: Float32[Array, "8 H"], keys: Float[Array, "B D"]
 ) -> Float32[Array, "8 B"]:
-    """sum_h gates[m, h] * relu(q[m, h] . keys[n]), float32 accumulation."""
+    """sum_h gates[m, h] * relu(q[m, h] . keys[n]), float32 accumulation. q and keys of any float dtype, float8 too."""
     rows, heads, dim = q.shape
+    q, keys = _operands(q, keys)
     # The barriers keep this computation apart from its surroundings: fused with a gather of the keys, say, the
     # compiler may contract multiplications and additions in another way, and the last bit differs.
     q, gates, keys = lax.optimization_barrier((q, gates, keys))
@@ -37,7 +45,8 @@ def block_scores(
         precision=lax.Precision.HIGHEST if q.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     ).reshape(rows, heads, -1)
-    return lax.optimization_barrier((jnp.maximum(dots, 0) * gates[:, :, None]).sum(1))
+    # Not a maximum: that of a CPU gives max(NaN, 0) = 0, and a key that is NaN would pass for one that scores 0.
+    return lax.optimization_barrier((jnp.where(dots <= 0, 0, dots) * gates[:, :, None]).sum(1))
 
 
 def tile_scores(

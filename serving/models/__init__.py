@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from serving.models.config import field, text_config
 from serving.models.decoder import Decoder, Family
 from vitstripe.checkpoint import Binding, Checkpoint, CheckpointError, bind
 
@@ -28,13 +29,15 @@ def family_of(config: Mapping[str, Any]) -> Family:
 def bind_decoder(checkpoint: Checkpoint, *, tp: int, dtype) -> Binding:
     """Builds the decoder abstractly for `tp` devices and finds its tensors; reads nothing."""
     family = family_of(checkpoint.config)
-    layers = checkpoint.config.get("text_config", checkpoint.config).get("num_hidden_layers", 0)
+    text = text_config(checkpoint.config)
+    layers = field(text, "num_hidden_layers")
+    speculative = range(layers, layers + field(text, "num_nextn_predict_layers", int, 0))
 
-    def beyond_last_layer(tensor: str) -> bool:
-        # Checkpoints keep multi-token-prediction layers after the decoder's; this server does not use them.
+    def predicts_ahead(tensor: str) -> bool:
+        # Multi-token-prediction layers follow the decoder's own; this server does not use them.
         parts = tensor.split(".")
         at = parts.index("layers") + 1 if "layers" in parts[:-1] else 0
-        return at > 0 and parts[at].isdigit() and int(parts[at]) >= layers
+        return at > 0 and parts[at].isdigit() and int(parts[at]) in speculative
 
     return bind(
         checkpoint,
@@ -42,5 +45,5 @@ def bind_decoder(checkpoint: Checkpoint, *, tp: int, dtype) -> Binding:
         name="text",
         disk_names=family.disk_names,
         owns=family.owns,
-        ignore=lambda t: t.startswith("mtp.") or beyond_last_layer(t) or family.ignore(t),
+        ignore=lambda t: t.startswith("mtp.") or predicts_ahead(t) or family.ignore(t),
     )

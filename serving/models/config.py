@@ -20,6 +20,11 @@ def field(config: Mapping[str, Any], name: str, kind: type | tuple[type, ...] = 
     return value
 
 
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of a config.json: its text_config, or the whole of a text-only one."""
+    return field(config, "text_config", dict) if "text_config" in config else config
+
+
 def positive(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
     value = field(config, name, int, default)
     if value < 1:
@@ -32,11 +37,12 @@ def rope_settings(config: Mapping[str, Any]) -> tuple[float, Mapping[str, Any]]:
 
     Only plain rotary frequencies are built; another rope_type is refused.
     """
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    name = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
+    rope = field(config, name, dict, {})
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "mrope"):
         raise CheckpointError(f"config.json: rope_type {kind!r} is not supported, only 'default'")
-    theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
+    theta = field(rope, "rope_theta", (int, float), field(config, "rope_theta", (int, float), 10000.0))
     return float(theta), rope
 
 

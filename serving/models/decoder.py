@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from jaxtyping import Array, Float, Int
 
+from dsa_indexer import IndexerConfig
 from serving.models.shards import Shards
 from serving.models.step import Step
 
@@ -26,7 +27,7 @@ class CacheArray:
 
 @dataclass(frozen=True)
 class Selection:
-    """How the sparse-attention indexer of a pass is run. rows: stripe height, None for replicated."""
+    """How the sparse-attention indexer of a pass is run. stripe_rows: rows a stripe, None for replicated."""
 
     stripe_rows: int | None
     merge: str = "pmax"
@@ -39,7 +40,7 @@ class Decoder(Protocol):
     hidden_size: int
     vocab_size: int
     num_deepstack: int
-    has_indexer: bool
+    indexer: IndexerConfig | None
 
     def caches(self) -> Sequence[Mapping[str, CacheArray]]:
         """The cache arrays of each layer."""

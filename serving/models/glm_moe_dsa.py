@@ -160,15 +160,17 @@ class LatentAttention(nnx.Module):
     def _select(self, x, q_lora, cos, sin, index_pages, step: Step, selection: Selection) -> Int[Array, "T K"]:
         """Positions of the keys each row attends to, relative to its request, ascending, -1 padded."""
         assert self.indexer is not None
-        k = self.config.indexer.topk
+        k, forced = self.config.indexer.topk, self.config.indexer.forced
         q, gates = self.indexer.queries(x, q_lora, cos, sin)
         if step.tile == 1:
             table = step.page_table[step.tile_request]
-            return topk_paged(q[:, None], gates[:, None], index_pages, table, step.lengths[:, None], k=k)[:, 0]
+            return topk_paged(
+                q[:, None], gates[:, None], index_pages, table, step.lengths[:, None], k=k, forced=forced
+            )[:, 0]
         keys = gather_keys(index_pages, step.key_pages)
         rows = RowBatch(ks=step.key_starts, lengths=step.lengths, request=None)
         if selection.stripe_rows is None:
-            return topk_rows(q, gates, keys, None, rows, k=k)
+            return topk_rows(q, gates, keys, None, rows, k=k, forced=forced)
         return striped_topk_rows_local(
             q,
             gates,
@@ -176,6 +178,7 @@ class LatentAttention(nnx.Module):
             None,
             rows,
             k=k,
+            forced=forced,
             axis=self.shards.axis,
             tp=self.shards.tp,
             stripes=StripeConfig(rows=selection.stripe_rows, merge=selection.merge),
@@ -215,7 +218,6 @@ class Model(nnx.Module):
 class GlmMoeDsaDecoder(nnx.Module):
     """See serving.models.decoder.Decoder."""
 
-    has_indexer = True
     num_deepstack = 0
 
     def __init__(self, c: GlmMoeDsaConfig, *, dtype, tp: int):
@@ -226,7 +228,7 @@ class GlmMoeDsaDecoder(nnx.Module):
             None if c.tied else Linear(c.hidden_size, c.vocab_size, dtype=dtype, tp="out" if shards.vocab else None)
         )
         self.config, self.shards = c, shards
-        self.hidden_size, self.vocab_size = c.hidden_size, c.vocab_size
+        self.hidden_size, self.vocab_size, self.indexer = c.hidden_size, c.vocab_size, c.indexer
 
     def caches(self) -> list[dict[str, CacheArray]]:
         c = self.config

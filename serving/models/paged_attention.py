@@ -42,6 +42,8 @@ def paged_attention(
         s = jnp.einsum("gtkrd,gskd->gtkrs", q, k, preferred_element_type=jnp.float32) * scale
         visible = page * size + jnp.arange(size) < limits[:, :, None]
         s = jnp.where(visible[:, :, None, None, :], s, -jnp.inf)
+        # A weight of 0 does not silence a NaN: what no row of the tile may see must not be multiplied at all.
+        v = jnp.where(visible.any(1)[:, :, None, None], v, 0)
         new_peak = jnp.maximum(peak, s.max(-1))
         shrink, p = jnp.exp(peak - new_peak), jnp.exp(s - new_peak[..., None])
         pv = jnp.einsum("gtkrs,gskd->gtkrd", p.astype(v.dtype), v, preferred_element_type=jnp.float32)

@@ -137,7 +137,7 @@ class Model(nnx.Module):
 class Qwen3VLDecoder(nnx.Module):
     """See serving.models.decoder.Decoder."""
 
-    has_indexer = False
+    indexer = None
 
     def __init__(self, c: Qwen3VLTextConfig, *, dtype, tp: int):
         shards = Shards.of(

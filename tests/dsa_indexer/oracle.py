@@ -43,3 +43,12 @@ def packed_rows(new_tokens, kv_lengths, padding: int = 0) -> RowBatch:
 def bits(x) -> np.ndarray:
     x = np.asarray(x)
     return x.view({2: np.int16, 4: np.int32}[x.dtype.itemsize])
+
+
+def force(scores, ks, lengths, first: int, last: int) -> np.ndarray:
+    """Finite scores with infinity at the first and last few columns of each row's window."""
+    out = np.array(scores)
+    for m, (start, length) in enumerate(zip(np.asarray(ks), np.asarray(lengths), strict=True)):
+        window = out[m, start : start + length]
+        window[:first] = window[max(length - last, 0) :] = np.inf
+    return out

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsa_indexer.topk import select_topk
-from dsa_indexer.topk.reference import sortable
+from dsa_indexer import ForcedTokens
+from dsa_indexer.topk import IMPLEMENTATIONS, select_topk
+from dsa_indexer.topk.order import sortable
 from tests.dsa_indexer import oracle
 
 N, K, START = 64, 16, 3
@@ -56,8 +57,10 @@ def _cases():
 CASES = _cases()
 
 
-@pytest.fixture(scope="module")
-def selected():
+jit_select = jax.jit(select_topk, static_argnames=("k", "forced", "implementation"))
+
+
+def _batch():
     """Every case is a row of one call. What lies outside a window would win if it were read."""
     scores = np.stack([row for row, _ in CASES.values()]).astype(np.float32)
     lengths = np.array([length for _, length in CASES.values()], np.int32)
@@ -65,20 +68,58 @@ def selected():
     column = np.arange(N) - START
     outside = (column < 0) | (column >= lengths[:, None])
     canary = np.where(np.arange(N) % 2 == 0, INF, NAN)
-    scores = np.where(outside, canary, scores).astype(np.float32)
-    run = jax.jit(select_topk, static_argnames="k")
-    runs = [np.asarray(run(jnp.asarray(scores), jnp.asarray(ks), jnp.asarray(lengths), k=K)) for _ in range(3)]
+    return np.where(outside, canary, scores).astype(np.float32), ks, lengths
+
+
+def _select(scores, ks, lengths, k: int, **options) -> np.ndarray:
+    return np.asarray(jit_select(*(jnp.asarray(x) for x in (scores, ks, lengths)), k=k, **options))
+
+
+@pytest.fixture(scope="module", params=IMPLEMENTATIONS)
+def selected(request):
+    batch = _batch()
+    runs = [_select(*batch, K, implementation=request.param) for _ in range(3)]
     with np.errstate(invalid="ignore"):
-        expected = oracle.select(scores, ks, lengths, K)
-    return runs, expected
+        return runs, oracle.select(*batch, K)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_selection_equals_a_stable_sort(name, selected):
+def test_every_implementation_equals_a_stable_sort_each_time(selected):
     runs, expected = selected
-    m = list(CASES).index(name)
-    for run in runs:
-        np.testing.assert_array_equal(run[m], expected[m])
+    for m, name in enumerate(CASES):
+        for run in runs:
+            np.testing.assert_array_equal(run[m], expected[m], err_msg=name)
+
+
+def test_rows_of_many_words_of_bits_keep_the_first_of_their_ties():
+    rng = np.random.default_rng(6)
+    scores = rng.integers(-3, 4, (5, 1003)).astype(np.float32)  # about 140 equal scores of each kind
+    ks, lengths = np.array([0, 1, 31, 32, 500], np.int32), np.array([1003, 1000, 970, 64, 503], np.int32)
+    for k in (1, 100):
+        out = _select(scores, ks, lengths, k, implementation="threshold")
+        np.testing.assert_array_equal(out, oracle.select(scores, ks, lengths, k))
+
+
+def test_forced_tokens_come_before_all_others_even_infinite_ones():
+    rng = np.random.default_rng(4)
+    scores = rng.normal(size=(5, N)).astype(np.float32)
+    scores[1, 20:40] = INF
+    scores[2] = NAN
+    ks, lengths = np.array([0, 2, 3, 5, 9], np.int32), np.array([64, 60, 50, 19, 0], np.int32)
+    forced = scores.copy()
+    for m, (start, length) in enumerate(zip(ks, lengths, strict=True)):
+        window = forced[m, start : start + length]
+        window[:] = np.nan_to_num(window, nan=-1e30, posinf=1e30)
+        window[:4] = window[max(length - 3, 0) :] = INF
+    out = _select(scores, ks, lengths, K, forced=ForcedTokens(first=4, last=3))
+    np.testing.assert_array_equal(out, oracle.select(forced, ks, lengths, K))
+    assert {0, 1, 2, 3, 57, 58, 59} <= set(out[1])
+
+
+def test_more_forced_tokens_than_k_keep_the_smallest_indices():
+    scores, zero, length = np.zeros((1, 40), np.float32), np.zeros(1, np.int32), np.array([40], np.int32)
+    np.testing.assert_array_equal(_select(scores, zero, length, 5, forced=ForcedTokens(3, 9))[0], [0, 1, 2, 31, 32])
+    with pytest.raises(ValueError, match=r"ForcedTokens.last is -1"):
+        ForcedTokens(last=-1)
 
 
 def test_of_10_winners_and_40_ties_the_lowest_ties_are_kept(selected):
@@ -90,23 +131,19 @@ def test_of_10_winners_and_40_ties_the_lowest_ties_are_kept(selected):
     np.testing.assert_array_equal(runs[0][list(CASES).index("10 winners and 40 ties")], want)
 
 
-@pytest.mark.parametrize("num_keys", [1, 249])
-def test_fewer_keys_than_k_gives_all_of_them_and_then_minus_one(num_keys):
-    scores = jnp.asarray(np.random.default_rng(1).normal(size=(2, num_keys)), jnp.float32)
-    lengths = jnp.array([num_keys, num_keys // 2], jnp.int32)
-    out = np.asarray(select_topk(scores, jnp.zeros(2, jnp.int32), lengths, k=2048))
-    assert out.shape == (2, 2048)
-    for row, length in zip(out, lengths, strict=True):
-        np.testing.assert_array_equal(row[:length], np.arange(length))
-        assert (row[length:] == -1).all()
+def test_fewer_keys_than_k_gives_all_of_them_and_then_minus_one():
+    scores = np.random.default_rng(1).normal(size=(4, 249)).astype(np.float32)
+    lengths = np.array([249, 124, 1, 0], np.int32)
+    out = _select(scores, np.zeros(4, np.int32), lengths, 2048)
+    np.testing.assert_array_equal(out, np.where(np.arange(2048) < lengths[:, None], np.arange(2048), -1))
 
 
 def test_the_integer_image_keeps_the_order_of_the_floats():
     tiny = np.float32(1e-45)
     ascending = np.array([-INF, -3, -ONE, -tiny, 0, tiny, ONE, np.nextafter(ONE, np.float32(2)), INF], np.float32)
-    image = np.asarray(sortable(jnp.asarray(ascending)))
+    image = np.asarray(jax.jit(sortable)(jnp.asarray(ascending)))
     assert (np.diff(image) > 0).all()
-    same = np.asarray(sortable(jnp.asarray(np.array([-0.0, 0.0, NAN, MINUS_NAN, -INF], np.float32))))
+    same = np.asarray(jax.jit(sortable)(jnp.asarray(np.array([-0.0, 0.0, NAN, MINUS_NAN, -INF], np.float32))))
     assert same[0] == same[1]
     assert same[2] == same[3] == same[4] > np.iinfo(np.int32).min
 
@@ -116,5 +153,6 @@ def test_sixteen_of_a_thousand_keys_with_a_negative_nan_keep_the_rule():
     scores = np.random.default_rng(2).normal(size=(1, 1024)).astype(np.float32)
     scores[0, 500] = MINUS_NAN
     ks, lengths = np.zeros(1, np.int32), np.array([1024], np.int32)
-    out = select_topk(jnp.asarray(scores), jnp.asarray(ks), jnp.asarray(lengths), k=16)
-    np.testing.assert_array_equal(out, oracle.select(scores, ks, lengths, 16))
+    for implementation in ("top_k", "threshold"):
+        out = _select(scores, ks, lengths, 16, implementation=implementation)
+        np.testing.assert_array_equal(out, oracle.select(scores, ks, lengths, 16))

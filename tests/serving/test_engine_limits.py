@@ -61,3 +61,34 @@ def test_an_orbax_folder_made_on_one_device_is_served_on_two(tmp_path, mesh_of):
     answers = [server.ask(server.prepare(path.read_bytes())) for path in DIGITS[:6]]
     assert [a.result(60)[0] for a in answers] == [path.name.split("_")[1] for path in DIGITS[:6]]
     assert server.close()
+
+
+def test_a_fault_of_the_devices_while_encoding_ends_the_engine(monkeypatch):
+    deaths = []
+    broken = Server(EngineConfig(tp=1, max_model_len=64, page_size=8, max_seqs=2, prefill_tokens=64))
+    monkeypatch.setattr(broken.engine, "_on_death", deaths.append)
+    broken.engine.start()
+    image = broken.prepare(DIGITS[0].read_bytes())
+
+    def donated_and_lost(images):
+        broken.runner.encoder.pool.delete()
+        raise ValueError("lost after the pool was donated")
+
+    monkeypatch.setattr(broken.runner.encoder, "encode_to_pool", donated_and_lost)
+    assert broken.ask(image).result(60)[1] == ErrorEvent("internal", "the engine stopped")
+    assert broken.engine.health().state == "dead"
+    assert deaths == ["ValueError in the step loop"]
+    broken.guard.close()
+
+
+def test_stopping_tells_every_request_once():
+    server = Server(EngineConfig(tp=1, max_model_len=128, page_size=8, max_seqs=2, prefill_tokens=64))
+    server.engine.start()
+    images = [server.prepare(path.read_bytes()) for path in DIGITS[:5]]
+    futures = [server.ask(image, max_tokens=80, ignore_eos=True) for image in images]
+    assert not server.engine.drain(0.0), "five long answers take longer than nothing"
+    with pytest.raises(Overloaded, match="draining"):
+        server.ask(images[0])
+    assert server.engine.stop("shut down") > 0
+    assert ErrorEvent("internal", "the engine stopped") in [f.result(60)[1] for f in futures]
+    server.guard.close()

@@ -87,7 +87,8 @@ def test_the_youngest_gives_way_when_pages_run_out_and_comes_back_first():
     for seq in (old, young):
         seq.computed = len(seq.tokens)
         seq.tokens.append(7)
-    assert [s.order for s in scheduler.decode()] == [0]
+    due, preempted = scheduler.decode()
+    assert ([s.order for s in due], [s.order for s in preempted]) == ([0], [1])
     assert scheduler.preemptions == 1
     assert [s.order for s in scheduler.waiting] == [1, 2]
     assert (young.pages, young.computed, len(young.tokens)) == ([], 0, 16)

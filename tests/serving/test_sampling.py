@@ -61,6 +61,17 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it(logits):
     np.testing.assert_array_equal(np.asarray(jax.jit(sample)(logits, nothing_left)), logits.argmax(-1))
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+def test_a_row_that_is_not_finite_gives_minus_one_and_leaves_the_others(logits, temperature, poison):
+    poisoned = logits.copy()
+    poisoned[3, 7] = poison
+    clean = np.asarray(jax.jit(sample)(logits, args(5, temperature)))
+    tokens = np.asarray(jax.jit(sample)(poisoned, args(5, temperature)))
+    assert tokens[3] == -1
+    np.testing.assert_array_equal(np.delete(tokens, 3), np.delete(clean, 3))
+
+
 def test_seed_and_index_decide_the_draw_and_neighbours_do_not(logits):
     whole = SampleArgs(
         np.array([1, 0, 2, 1, 1], np.float32),

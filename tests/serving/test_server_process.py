@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -147,21 +148,45 @@ def test_metrics_count_images_and_no_compile_after_ready(client):
     assert values["vitstripe_num_requests_running"] == 0
 
 
-def test_sigterm_lets_a_running_answer_end_and_exits_in_order(server):
+def test_sigterm_lets_a_running_answer_end_refuses_new_ones_and_exits_in_order(server):
     process, client = server
-    body = chat(data_uri(DIGITS[2].read_bytes()), max_tokens=150, stream=True, ignore_eos=True)
+    body = chat(data_uri(DIGITS[2].read_bytes()), max_tokens=200, stream=True, ignore_eos=True)
     with client.stream("POST", "/v1/chat/completions", json=body) as stream:
         lines = stream.iter_lines()
         next(lines)
         process.send_signal(signal.SIGTERM)
+        while (ready := client.get("/ready")).status_code == 200:
+            time.sleep(0.01)
+        assert ready.status_code == 503
+        assert client.post("/v1/chat/completions", json=chat()).status_code == 503
         rest = [line for line in lines if line]
     assert rest[-1] == "data: [DONE]"
     assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
     assert process.wait(40) == 0
 
 
+def test_sigterm_while_loading_ends_without_a_crash(tmp_path):
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command("--model", "demo", "--port", str(free_port()), *FLAGS), stderr=log)
+    while "language weights" not in (tmp_path / "log").read_text():
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
 def test_a_users_mistake_is_one_line(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl"}')
+    odd = {}
+    for name, file, text in (
+        ("no text config", "config.json", '{"model_type": "qwen3_vl", "text_config": null}'),
+        ("rope theta", "config.json", (DEMO_FOLDER / "config.json").read_text().replace("10000.0", '"high"')),
+        ("tokenizer", "tokenizer.json", "[]"),
+    ):
+        odd[name] = tmp_path / name
+        shutil.copytree(DEMO_FOLDER, odd[name])
+        (odd[name] / file).write_text(text)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -171,6 +196,9 @@ def test_a_users_mistake_is_one_line(tmp_path):
             (("--model", "demo", "--mm-process-config", "{"), "--mm-process-config is not JSON"),
             (("--model", "demo", "--max-model-len", "9999999"), "max_position_embeddings 4096"),
             (("--model", "demo", "--port", str(taken.getsockname()[1])), "choose another --port"),
+            (("--model", str(odd["no text config"])), "'text_config'"),
+            (("--model", str(odd["rope theta"])), "rope_theta is 'high'"),
+            (("--model", str(odd["tokenizer"])), "is not a usable tokenizer"),
         ]
         with ThreadPoolExecutor(2) as pool:
             results = list(pool.map(lambda case: run(*case[0]), cases))

@@ -101,6 +101,28 @@ def test_slots_are_conserved_over_a_long_history():
         assert cache.tokens_pinned == sum(1 + k[0] % 13 for k in set(pinned))
 
 
+def test_a_miss_of_an_evicted_image_is_a_re_encode():
+    cache = EmbeddingCache(6, bytes_per_token=100)
+    for key, tokens in ((A, 4), (B, 4), (A, 4)):
+        assert cache.lookup(key, tokens) is None
+        cache.insert(key, tokens)
+        cache.count(0, [key])
+    assert (cache.misses, cache.evictions, cache.re_encodes) == (3, 2, 1)
+    cache.count(2, [C])
+    assert (cache.hits, cache.misses, cache.re_encodes) == (2, 4, 1)
+    assert cache.bytes_used == 400
+
+
+def test_evicted_keys_are_forgotten_in_the_end(monkeypatch):
+    monkeypatch.setattr("vitbatch.cache._REMEMBERED", 2)
+    cache = EmbeddingCache(1)
+    for key in (A, B, C, D):
+        cache.insert(key, 1)
+    for key, again in ((A, 0), (B, 1), (C, 2)):
+        cache.count(0, [key])
+        assert cache.re_encodes == again
+
+
 def test_a_pool_without_rows_is_refused():
     with pytest.raises(ValueError, match="the pool has 0 rows"):
         EmbeddingCache(0)

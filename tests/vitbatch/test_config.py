@@ -1,18 +1,40 @@
-"""The ladder, the encoder's limits and the gate."""
+"""The ladder and the encoder's limits."""
 
 import pytest
 
-from vitbatch import BucketLadder, EncoderConfig, batches_across_requests
+from tests.vitbatch.geometry import tower
+from vitbatch import BucketLadder, EncoderConfig
+from vitbatch.config import activation_bytes
 
 
-def test_the_default_ladder_doubles_up_to_the_largest_image():
-    assert BucketLadder.default(65536).capacities == (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
-    assert BucketLadder.default(4100).largest == 8192
-    assert BucketLadder.default(300).capacities == (256, 512, 1024)
+def test_a_chosen_ladder_doubles_and_halves_the_steps_that_padding_costs_most():
+    ladder = BucketLadder.default(65_536, least_top=131_072)
+    assert ladder.capacities[:6] == (256, 512, 1024, 2048, 4096, 8192)
+    assert ladder.capacities[6:] == (11_648, 16_384, 23_232, 32_768, 46_400, 65_536, 92_736, 131_072)
+    assert BucketLadder.default(4096).capacities == (256, 384, 512, 768, 1024, 1472, 2048, 2944, 4096)
 
 
-def test_the_default_ladder_ends_at_its_cap():
-    assert BucketLadder.default(65536, max_capacity=1536).capacities == (256, 512, 1024, 1536)
+@pytest.mark.parametrize("largest", [1, 300, 1369, 8160, 32_000, 65_536, 10_000_000])
+@pytest.mark.parametrize("memory", [None, 64, 320, 5056, 40_000, 262_144])
+def test_a_chosen_ladder_holds_the_largest_image_or_what_memory_allows(largest, memory):
+    ladder = BucketLadder.default(largest, memory)
+    assert len(ladder.capacities) <= 14
+    assert ladder.largest == memory or ladder.largest >= largest
+    assert memory is None or ladder.largest <= memory
+
+
+def test_small_images_share_the_lane_that_is_asked_for():
+    assert BucketLadder.default(256, least_top=2000).largest == 2048
+    assert BucketLadder.default(256, 512, least_top=2000).capacities == (256, 384, 512)
+
+
+def test_the_memory_estimate_grows_with_every_part_of_a_tower():
+    def estimate(lanes=1, itemsize=4, **changes):
+        return activation_bytes(tower(**changes), itemsize, lanes)
+
+    grown = [estimate(2), estimate(itemsize=8), estimate(hidden_size=96), estimate(intermediate_size=100)]
+    grown += [estimate(out_hidden_size=68), estimate(patch_size=18), estimate(deepstack_indexes=(0,))]
+    assert min(grown) > estimate()
 
 
 def test_the_smallest_bucket_that_fits_is_taken():
@@ -42,30 +64,9 @@ def test_limits_that_make_no_sense_are_refused():
         EncoderConfig(pool_tokens=0)
     with pytest.raises(ValueError, match="min_pixels 9 is over max_image_pixels 4"):
         EncoderConfig(min_pixels=9, max_image_pixels=4)
-
-
-@pytest.mark.parametrize(
-    ("platform", "dp_encoder", "tp", "batched"),
-    [
-        ("cuda", False, 1, True),
-        ("cuda", True, 1, True),
-        ("cuda", False, 8, True),
-        ("rocm", False, 1, False),
-        ("rocm", False, 8, False),
-        ("rocm", True, 1, False),
-        ("rocm", True, 2, True),
-        ("cpu", False, 8, False),
-        ("cpu", True, 1, False),
-        ("cpu", True, 2, True),
-        ("npu", True, 8, False),
-        ("xpu", True, 8, False),
-        ("tpu", True, 8, False),
-    ],
-)
-def test_when_images_of_several_requests_share_a_call(platform, dp_encoder, tp, batched):
-    assert batches_across_requests(platform, dp_encoder=dp_encoder, tp=tp) is batched
-
-
-def test_a_mesh_of_no_devices_has_no_gate():
-    with pytest.raises(ValueError, match="tp is 0"):
-        batches_across_requests("cuda", dp_encoder=True, tp=0)
+    with pytest.raises(ValueError, match="memory_bytes is -1"):
+        EncoderConfig(memory_bytes=-1)
+    with pytest.raises(ValueError, match="pool_tokens and pool_bytes are both set"):
+        EncoderConfig(pool_tokens=9, pool_bytes=9)
+    with pytest.raises(ValueError, match="batching is 'sometimes'; it must be one of auto, always, never"):
+        EncoderConfig(batching="sometimes")

@@ -1,4 +1,4 @@
-"""VisionEncoder: batching over lanes, the row pool, warm-up and the programs themselves."""
+"""VisionEncoder: batching over lanes, the row pool and the programs themselves."""
 
 import re
 
@@ -11,6 +11,8 @@ from PIL import Image
 from tests.helpers import relative_error
 from tests.vitbatch.pictures import encoded, noise
 from vitbatch import BucketLadder, EncoderConfig, ImageError, PoolFull, PreparedImage, VisionEncoder
+from vitbatch.compile_guard import ProgramMismatch, run_compiled
+from vitbatch.config import activation_bytes
 from vitbatch.encoder import Frame
 from vitstripe import make_mesh
 
@@ -71,6 +73,14 @@ def test_the_neighbour_test_moves_the_image_between_lanes_and_places(encoder_of)
     plans = [encoder._plan([sizes[0], *sizes[1:n]])[0] for n in range(1, 6)]
     assert {plan.lane[0] for plan in plans} == {0, 1}
     assert len({plan.start[0] for plan in plans}) > 1
+
+
+@pytest.mark.multidevice
+def test_lanes_dealt_by_the_cost_of_attention_give_the_same_rows(encoder_of):
+    plain, quadratic = encoder_of(2, (512,)), encoder_of(2, (512,), quadratic_lanes=True)
+    images = prepare(plain, *SIZES)
+    for got, want in zip(quadratic.encode(images), plain.encode(images), strict=True):
+        assert relative_error(got, want) < 5e-6
 
 
 @pytest.mark.multidevice
@@ -153,6 +163,7 @@ def test_equal_images_are_encoded_once_and_found_again(encoder_of):
     again = encoder.encode_to_pool([b, a])
     assert (again.call_of, again.calls) == ([None, None], [])
     np.testing.assert_array_equal(again.slots[1], first.slots[0])
+    assert again.padded_ratio == 0
     assert (encoder.cache.hits - hits, encoder.cache.misses - misses) == (2, 2)
     encoder.release([*keys([a, b, a]), *keys([b, a])])
 
@@ -168,6 +179,8 @@ def test_calls_are_numbered_and_say_what_they_did(encoder_of):
     first, second = found.calls
     assert (second.call_id - first.call_id, first.images, first.patches, first.lanes_filled) == (1, 3, 136, 2)
     assert (first.lanes, first.bucket, first.padded_ratio) == (2, 256, 1 - 136 / 512)
+    assert first.imbalance == 96 / 68
+    assert found.padded_ratio == 1 - (136 + second.patches) / 1024
     assert (second.images, second.lanes_filled) == (1, 1)
     assert first.seconds > 0
     encoder.release(keys(images))
@@ -200,13 +213,35 @@ def test_a_full_pool_pins_nothing_and_enters_nothing(encoder_of):
 def test_an_evicted_image_is_encoded_again_to_the_same_rows(encoder_of):
     encoder = encoder_of(2, (512,), pool_tokens=30)
     a, b = prepare(encoder, (200, 130), (96, 96), seed=5)
-    rows = []
+    rows, before = [], encoder.cache.re_encodes
     for image in (a, b, a):
         found = encoder.encode_to_pool([image])
         assert found.call_of == [0], "24 and 9 tokens do not fit 30 rows together"
         rows.append(pool_rows(encoder, found.slots[0]))
         encoder.release([image.key])
     np.testing.assert_array_equal(rows[2], rows[0])
+    assert encoder.cache.re_encodes == before + 1
+
+
+def test_a_request_of_more_images_than_the_pool_holds_leaves_no_trace(encoder_of):
+    encoder = encoder_of(2, (512,), pool_tokens=30)
+    images = [encoder.processor.prepare(noise(96, 96, 40 + i)) for i in range(4)]
+    for _ in range(3):
+        with pytest.raises(PoolFull, match="36 rows wanted"):
+            encoder.encode_to_pool(images)
+        assert encoder.cache.tokens_pinned == 0
+        assert not any(image.key in encoder.cache for image in images)
+    assert encoder.encode_to_pool(images[:3]).call_of == [0, 0, 0]
+    encoder.release(keys(images[:3]))
+
+
+def test_the_pool_can_be_given_in_bytes(checkpoint):
+    config = EncoderConfig(ladder=BucketLadder((64,)), pool_bytes=10_000)
+    encoder = VisionEncoder.from_checkpoint(checkpoint, mesh=make_mesh(1), config=config)
+    assert encoder.pool.shape == (13, 192)
+    assert encoder.cache.bytes_per_token * encoder.cache.capacity == encoder.pool.nbytes <= 10_000
+    with pytest.raises(ValueError, match="pool_bytes 700 is less than one row of 768 bytes"):
+        VisionEncoder.from_checkpoint(checkpoint, mesh=make_mesh(1), config=EncoderConfig(pool_bytes=700))
 
 
 def test_an_image_larger_than_the_pool_or_the_ladder_is_refused_for_good(checkpoint, encoder_of):
@@ -261,55 +296,6 @@ def test_thirty_three_images_in_one_step_each_get_their_own_rows(encoder_of):
     encoder.release(keys(images))
 
 
-# ---- warm-up ----
-
-
-@pytest.mark.multidevice
-@pytest.mark.parametrize(("dp_encoder", "capacities"), [(True, (256, 512)), (False, (512,))])
-def test_nothing_compiles_after_warm_up(checkpoint, compile_counter, dp_encoder, capacities):
-    config = EncoderConfig(ladder=BucketLadder(capacities), pool_tokens=600, dp_encoder=dp_encoder)
-    encoder = VisionEncoder.from_checkpoint(checkpoint, mesh=make_mesh(4), config=config)
-    seen = []
-    encoder.warm_up(lambda done, total, name: seen.append((done, total, name)))
-    assert seen == [(n, len(capacities), f"vision/{c}") for n, c in enumerate(capacities, 1)]
-    draw = np.random.default_rng(0)
-    sizes = [(448, 448), (448, 640), (224, 896), (1000, 37), (32, 32), (1, 1), (150, 1)]
-    with compile_counter() as compiles:
-        for count in range(1, 10):
-            images = [encoder.processor.prepare(noise(*sizes[int(i)], count)) for i in draw.integers(0, 7, count)]
-            encoder.encode(images[:3])
-            encoder.encode_to_pool(images[:4])
-            encoder.release(keys(images[:4]))
-        encoder.warm_up()
-    assert compiles.count == 0
-
-
-def test_warm_up_leaves_live_rows_alone_and_reports_every_bucket(encoder_of):
-    encoder = encoder_of(2, (512,))
-    images = prepare(encoder, (96, 96), (100, 70))
-    slots = np.concatenate(encoder.encode_to_pool(images).slots)
-    encoder.release(keys(images))
-    before, calls = pool_rows(encoder, slots), encoder._calls
-    report = encoder.warm_up()
-    np.testing.assert_array_equal(pool_rows(encoder, slots), before)
-    assert encoder._calls == calls
-    assert [(b.name, b.lanes, b.capacity) for b in report.buckets] == [("vision/512", 2, 512)]
-    assert report.buckets[0].run_seconds > 0
-    header, line = str(report).splitlines()
-    assert header.split() == ["program", "lanes", "patches", "compile", "s", "run", "s"]
-    assert line.split()[:3] == ["vision/512", "2", "1024"]
-    assert len(header) == len(line)
-
-
-def test_warm_up_runs_full_lanes_of_several_images(encoder_of):
-    encoder = encoder_of(2, (512,))
-    for capacity in (256, 1024, 2624):
-        frames = encoder._full_lanes(capacity)
-        assert sum(len(frame.rows) for frame in frames) == 2 * capacity
-        assert all(len(frame.rows) == frame.grid[0] * frame.grid[1] for frame in frames)
-        assert frames[0].rows.std() > 50
-
-
 # ---- the programs ----
 
 
@@ -335,14 +321,58 @@ def test_every_program_lowers_for_rocm_without_host_calls_or_convolutions(encode
         assert calls <= {"Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"}, calls
 
 
-def test_a_compiled_program_raises_on_another_shape_instead_of_compiling(encoder_of, compile_counter):
-    encoder = encoder_of(1, (256, 512))
+@pytest.mark.multidevice
+def test_a_bucket_called_with_other_arguments_names_them_and_compiles_nothing(encoder_of, compile_counter):
+    encoder = encoder_of(2, (512,))
     encoder.encode(prepare(encoder, (64, 64)))
-    compiled = encoder._compiled[256, "uint8"]
-    arguments = list(encoder.programs()[1].args)
-    with compile_counter() as compiles, pytest.raises(TypeError):
-        compiled(*arguments)
+    ready = encoder._compiled[512, "uint8"]
+    want = list(ready.program.args)
+    patches = jax.device_put(np.zeros((2, 448, 768), np.float32), want[2].sharding)
+    moved = jax.device_put(np.zeros(want[4].shape, np.int32), want[2].sharding)
+    lanes = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), want[3])
+    with compile_counter() as compiles, pytest.raises(ProgramMismatch) as caught:
+        run_compiled(
+            ready.program.name,
+            ready.compiled,
+            want,
+            ("state", "pool", "patches", "lanes", "dest"),
+            encoder._state,
+            encoder.pool,
+            patches,
+            lanes,
+            moved,
+        )
+    text = str(caught.value)
+    assert "program vision/512 was not compiled for these arguments" in text
+    assert "patches: float32[2, 448, 768], compiled for uint8[2, 512, 768]" in text
+    assert "dest: placed as " in text
+    assert "lanes" not in text
+    assert "state" not in text
     assert compiles.count == 0
+    assert encoder.encode(prepare(encoder, (64, 64)))[0].any()
+
+
+def test_a_chosen_ladder_ends_where_the_memory_does(checkpoint, caplog):
+    one_device = make_mesh(1)
+    encoder = VisionEncoder.from_checkpoint(checkpoint, mesh=one_device)
+    patch_bytes = activation_bytes(encoder.vision_config, 4, 1)
+    with caplog.at_level("WARNING", "vitbatch.encoder"):
+        small = VisionEncoder.from_checkpoint(
+            checkpoint, mesh=one_device, config=EncoderConfig(memory_bytes=400 * patch_bytes)
+        )
+    assert small.ladder.largest == 384
+    assert "memory for 384 patches a lane, but an image may have 452" in caplog.text
+    with pytest.raises(ValueError, match=f"{patch_bytes} bytes hold no lane of 64 patches"):
+        VisionEncoder.from_checkpoint(checkpoint, mesh=one_device, config=EncoderConfig(memory_bytes=patch_bytes))
+
+
+@pytest.mark.multidevice
+def test_the_memory_estimate_covers_what_a_program_takes(encoder_of):
+    for tp in (1, 4):
+        encoder = encoder_of(tp, (512,))
+        analysis = encoder._compile(512, np.dtype(np.uint8)).compiled.memory_analysis()
+        taken = analysis.temp_size_in_bytes
+        assert 0 < taken <= 512 * activation_bytes(encoder.vision_config, 4, tp)
 
 
 def test_pixels_are_normalised_on_the_device(encoder_of):
@@ -367,5 +397,5 @@ def test_rows_of_another_tower_are_refused(encoder_of):
 def test_the_default_ladder_and_pool_hold_the_largest_image(checkpoint):
     encoder = VisionEncoder.from_checkpoint(checkpoint, mesh=make_mesh(1))
     assert encoder.processor.largest_image_patches == 452
-    assert encoder.ladder.capacities == (256, 512, 1024)
+    assert encoder.ladder.capacities == (256, 384, 512, 768, 1024, 1472, 2048)
     assert encoder.pool.shape[0] == 1024

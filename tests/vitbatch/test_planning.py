@@ -2,10 +2,14 @@
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
+from tests.vitbatch.geometry import tower
 from vitbatch import BucketLadder
 from vitbatch.config import align
-from vitbatch.planning import assign_lanes, lay_out, merge_order, plan_calls
+from vitbatch.images import smart_resize
+from vitbatch.planning import assign_lanes, attention_cost, lay_out, merge_order, plan_calls
 
 
 def test_the_worked_example_of_longest_first():
@@ -52,22 +56,130 @@ def test_an_image_above_the_largest_bucket_is_refused_with_both_numbers():
         plan_calls([100, 600], 2, BucketLadder((256, 512)))
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_every_image_gets_rows_of_its_own(seed):
+def test_a_split_that_computes_fewer_patches_is_preferred_to_one_large_call():
+    ladder = BucketLadder((1024, 4096, 16_384))
+    # One call would compute 16384 patches for 5120.
+    calls = plan_calls([4096, 1024], 1, ladder)
+    assert [(c.images, c.capacity) for c in calls] == [((0,), 4096), ((1,), 1024)]
+    # One call costs less than the two that would save its padding.
+    (call,) = plan_calls([960, 64], 2, BucketLadder((64, 960)))
+    assert call.capacity == 960
+
+
+def test_without_another_word_lanes_are_dealt_by_patches_and_otherwise_by_what_attention_costs():
+    sizes = [4096] + [1024] * 6
+    assert assign_lanes(sizes, 2).loads == [5120, 5120]
+    dealt = assign_lanes(sizes, 2, quadratic=1 / 1024)
+    assert dealt.lanes() == [[0], [1, 2, 3, 4, 5, 6]]
+
+
+def test_attention_costs_less_of_a_wide_tower():
+    wide, narrow = (attention_cost(tower(hidden_size=h, intermediate_size=4 * h)) for h in (1152, 384))
+    assert wide == 1 / (6 * 1152)
+    assert wide < narrow
+
+
+def test_the_balance_of_lanes_is_told():
+    (call,) = plan_calls([300, 100], 2, BucketLadder((320,)))
+    assert call.imbalance == 1.5
+    (call,) = plan_calls([64], 4, BucketLadder((64,)))
+    assert call.imbalance == 4.0
+
+
+# What people send: screens, cameras, phones, crops of them and thumbnails.
+PHOTOGRAPHS = [
+    (640, 480),
+    (800, 600),
+    (1024, 768),
+    (1280, 720),
+    (1024, 1024),
+    (1920, 1080),
+    (512, 512),
+    (768, 1024),
+    (3024, 4032),
+    (1080, 1350),
+    (750, 1334),
+    (4032, 2268),
+]
+
+
+def photographs(count: int, max_pixels: int, seed: int) -> list[int]:
+    """Patches of 16 px of so many photographs, in Qwen's resize rule."""
     draw = np.random.default_rng(seed)
-    sizes = [4 * int(n) for n in draw.integers(1, 120, draw.integers(1, 40))]
-    lanes, ladder = int(draw.integers(1, 9)), BucketLadder((128, 512, 640))
-    calls = plan_calls(sizes, lanes, ladder, max_call_patches=1500)
+    canvases = (
+        smart_resize(h, w, factor=32, min_pixels=65_536, max_pixels=max_pixels)
+        for w, h in (PHOTOGRAPHS[i] for i in draw.integers(0, len(PHOTOGRAPHS), count))
+    )
+    return [height * width // 256 for height, width in canvases]
+
+
+@pytest.mark.parametrize(
+    ("lanes", "max_tokens"), [(1, 16_384), (2, 16_384), (4, 16_384), (1, 4096), (2, 4096), (4, 4096), (8, 4096)]
+)
+def test_padding_of_64_mixed_photographs_stays_under_15_percent(lanes, max_tokens):
+    ladder = BucketLadder.default(4 * max_tokens, least_top=8 * max_tokens)
+    assert len(ladder.capacities) <= 14
+    for seed in range(3):
+        sizes = photographs(64, 1024 * max_tokens, seed)
+        calls = plan_calls(sizes, lanes, ladder)
+        padding = 1 - sum(sizes) / sum(call.lanes * call.capacity for call in calls)
+        assert padding < 0.15, f"{padding:.3f} in {[(len(c.images), c.capacity) for c in calls]}"
+
+
+def test_a_long_queue_is_planned_in_windows_without_losing_an_image():
+    sizes = photographs(300, 1024 * 1024, 0)
+    calls = plan_calls(sizes, 2, BucketLadder.default(4096))
+    assert [i for call in calls for i in call.images] == list(range(300))
+    # A window's last call is not closed where the window ends.
+    assert 1 - sum(sizes) / sum(call.lanes * call.capacity for call in calls) < 0.15
+
+
+@st.composite
+def mixes(draw):
+    """Image sizes of any mix, lanes, capacities that hold them and a budget."""
+    lanes = draw(st.integers(1, 9))
+    tokens = st.one_of(st.integers(1, 4), st.integers(1, 160), st.just(512))
+    sizes = [4 * n for n in draw(st.lists(tokens, max_size=2 * lanes + 1))]
+    capacities = {64 * n for n in draw(st.lists(st.integers(1, 40), max_size=5))} | {2048}
+    budget = draw(st.none() | st.integers(1, 6000))
+    quadratic = draw(st.sampled_from([0.0, 1 / 6000, 1.0]))
+    return sizes, lanes, tuple(sorted(capacities)), budget, quadratic
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@given(mixes())
+@example(([2048] + [4] * 16, 8, (64, 2048), None, 0.0))  # one huge and many tiny
+@example(([100, 4], 8, (128, 2048), None, 0.0))  # fewer images than lanes
+def test_every_row_of_any_mix_comes_back_once_and_in_order(mix):
+    sizes, lanes, capacities, budget, quadratic = mix
+    ladder = BucketLadder(capacities)
+    calls = plan_calls(sizes, lanes, ladder, budget, quadratic)
     assert [i for call in calls for i in call.images] == list(range(len(sizes)))
     for call in calls:
+        assert call.capacity in ladder.capacities
+        assert call.sizes == tuple(sizes[i] for i in call.images)
+        assert budget is None or call.patches <= budget or len(call.images) == 1
         rows = np.concatenate([call.token_rows(p, 4) for p in range(len(call.images))])
         assert len(rows) == len(set(rows.tolist())) == call.patches // 4
         assert rows.max() < lanes * call.capacity // 4
-        assert all(
-            start % 64 == 0 and start + align(size) <= call.capacity
-            for start, size in zip(call.start, call.sizes, strict=True)
-        )
-        assert call.capacity in ladder.capacities
+        for start, size in zip(call.start, call.sizes, strict=True):
+            assert start % 64 == 0
+            assert start + align(size) <= call.capacity
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@given(st.lists(st.integers(1, 9000), max_size=40), st.integers(1, 9), st.sampled_from([0.0, 1e-3]))
+def test_every_image_is_in_one_lane_and_no_lane_could_have_been_left_shorter(sizes, lanes, quadratic):
+    dealt = assign_lanes(sizes, lanes, quadratic)
+    assert sorted(dealt.order) == list(range(len(sizes)))
+    assert dealt.loads == [sum(sizes[i] for i in lane) for lane in dealt.lanes()]
+    costs = [sum(sizes[i] * (1 + quadratic * sizes[i]) for i in lane) for lane in dealt.lanes()]
+    for lane in dealt.lanes():
+        assert lane == sorted(lane, key=lambda i: (-sizes[i], i))
+        if lane:
+            # The last image of a lane went where the least was, so without it no lane holds less.
+            last = sizes[lane[-1]] * (1 + quadratic * sizes[lane[-1]])
+            assert costs[dealt.lanes().index(lane)] - last <= min(costs) + 1e-6
 
 
 def test_patches_are_ordered_by_merge_block():

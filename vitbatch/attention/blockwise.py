@@ -12,11 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from vitbatch.attention.blocks import NO_SCORE, from_blocks, num_blocks, to_blocks, to_chunks
 from vitbatch.config import ATTENTION_BLOCK
 from vitbatch.lanes import Segments
-
-# Finite, so that the difference of two of them is 0 and not NaN.
-_NO_SCORE = -1e30
 
 
 def attend_blockwise(
@@ -28,22 +26,10 @@ def attend_blockwise(
     chunk: int,
 ) -> Float[Array, "C H D"]:
     """Attention within each image of a lane, in q's dtype; softmax and accumulation in float32."""
-    C, H, D = q.shape
-    if C % ATTENTION_BLOCK:
-        raise ValueError(f"a lane of {C} patches is not a multiple of {ATTENTION_BLOCK}")
-    B = C // ATTENTION_BLOCK
+    _, H, D = q.shape
+    B = num_blocks(q.shape[0])
     chunk = min(chunk, B)
-    groups = -(-B // chunk)
-    spare = groups * chunk - B
-
-    def blocked(x):
-        return x.reshape(B, ATTENTION_BLOCK, H, D).transpose(0, 2, 1, 3)
-
-    def grouped(x):
-        padded = jnp.pad(x, [(0, spare)] + [(0, 0)] * (x.ndim - 1))
-        return padded.reshape(groups, chunk, *x.shape[1:])
-
-    keys, values = blocked(k), blocked(v)
+    keys, values = to_blocks(k), to_blocks(v)
     column = jnp.arange(ATTENTION_BLOCK, dtype=jnp.int32)
     scale = D**-0.5
 
@@ -59,7 +45,7 @@ def attend_blockwise(
             seen = ((first + j) * ATTENTION_BLOCK)[:, None] + column < end[:, None]
             seen = seen[:, None, None, :]
             scores = jnp.einsum("chqd,chkd->chqk", queries, key, preferred_element_type=jnp.float32) * scale
-            new_peak = jnp.maximum(peak, jnp.where(seen, scores, _NO_SCORE).max(-1, keepdims=True))
+            new_peak = jnp.maximum(peak, jnp.where(seen, scores, NO_SCORE).max(-1, keepdims=True))
             weights = jnp.where(seen, jnp.exp(scores - new_peak), 0.0)
             shrink = jnp.exp(peak - new_peak)
             moved = jnp.einsum(
@@ -69,7 +55,7 @@ def attend_blockwise(
 
         rows = (chunk, H, ATTENTION_BLOCK)
         start = (
-            jnp.full((*rows, 1), _NO_SCORE, jnp.float32),
+            jnp.full((*rows, 1), NO_SCORE, jnp.float32),
             jnp.zeros((*rows, 1), jnp.float32),
             jnp.zeros((*rows, D), jnp.float32),
         )
@@ -77,5 +63,6 @@ def attend_blockwise(
         # A row that saw no key has total 0 and must give 0, not NaN.
         return (acc / jnp.where(total > 0, total, 1.0)).astype(q.dtype)
 
-    out = lax.map(one_chunk, (grouped(blocked(q)), grouped(segments.first), grouped(segments.end)))
-    return out.reshape(groups * chunk, H, ATTENTION_BLOCK, D)[:B].transpose(0, 2, 1, 3).reshape(C, H, D)
+    per_block = (to_blocks(q), segments.first, segments.end)
+    out = lax.map(one_chunk, tuple(to_chunks(x, chunk) for x in per_block))
+    return from_blocks(out.reshape(-1, H, ATTENTION_BLOCK, D)[:B])

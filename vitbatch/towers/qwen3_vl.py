@@ -1,4 +1,4 @@
-"""The vision tower of Qwen3-VL.
+"""The vision tower of Qwen3-VL, before a dense or a mixture-of-experts language model.
 
     x = patches W + b + position table
     each block:  x += attention(LN(x));  x += MLP(LN(x));  after some blocks a deepstack merger reads x
@@ -10,6 +10,7 @@ The GELU is tanh-approximated in the blocks and exact in the mergers. Source: Qw
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,23 +19,22 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from vitbatch.config import VisionConfig, read_count, read_field
-from vitbatch.lanes import LaneInputs, Segments
+from vitbatch.attention import attend
+from vitbatch.config import VisionConfig, read_count, read_geometry, read_indexes
+from vitbatch.lanes import LaneInputs
 from vitbatch.planning import merge_order
-from vitbatch.towers.layers import FusedAttention, GeluMLP, PatchEmbed, PositionTable, axial_rotary
+from vitbatch.towers.layers import Attend, FusedAttention, GeluMLP, PatchEmbed, PositionTable, Rotary, axial_rotary
+from vitbatch.towers.registry import Family, register
 from vitstripe import nn
 
 _EPS = 1e-6
 
-Rotary = tuple[Float[Array, "C half"], Float[Array, "C half"]]
-
 
 @dataclass(frozen=True)
 class Qwen3VLVisionConfig(VisionConfig):
-    """num_position_embeddings: rows of the learned table, a square number. rope_theta: base of the rotary angles."""
+    """num_position_embeddings: rows of the learned table, a square number."""
 
     num_position_embeddings: int
-    rope_theta: float
 
     def __post_init__(self):
         super().__post_init__()
@@ -48,25 +48,10 @@ class Qwen3VLVisionConfig(VisionConfig):
 
 def read_config(hf_config: Mapping[str, Any]) -> Qwen3VLVisionConfig:
     """From a parsed config.json. Raises ValueError that names what is absent or unsupported."""
-    vision = read_field(hf_config, "vision_config", "the top level")
-    activation = vision.get("hidden_act", "gelu_pytorch_tanh")
-    if activation != "gelu_pytorch_tanh":
-        raise ValueError(f"vision_config: hidden_act {activation!r} is not supported, only 'gelu_pytorch_tanh'")
-    return Qwen3VLVisionConfig(
-        model_type=hf_config["model_type"],
-        depth=read_count(vision, "depth"),
-        hidden_size=read_count(vision, "hidden_size"),
-        num_heads=read_count(vision, "num_heads"),
-        intermediate_size=read_count(vision, "intermediate_size"),
-        out_hidden_size=read_count(vision, "out_hidden_size"),
-        patch_size=read_count(vision, "patch_size"),
-        temporal_patch_size=read_count(vision, "temporal_patch_size", 2),
-        merge_size=read_count(vision, "spatial_merge_size", 2),
-        in_channels=read_count(vision, "in_channels", 3),
-        deepstack_indexes=tuple(vision.get("deepstack_visual_indexes") or ()),
-        num_position_embeddings=read_count(vision, "num_position_embeddings"),
-        rope_theta=float((vision.get("rope_parameters") or {}).get("rope_theta", 10000.0)),
-    )
+    fields = read_geometry(hf_config, activation="gelu_pytorch_tanh")
+    vision = hf_config["vision_config"]
+    fields["deepstack_indexes"] = read_indexes(vision, "deepstack_visual_indexes")
+    return Qwen3VLVisionConfig(**fields, num_position_embeddings=read_count(vision, "num_position_embeddings"))
 
 
 def position_taps(
@@ -95,10 +80,8 @@ class Block(nnx.Module):
         self.attn = FusedAttention(config.hidden_size, config.num_heads, dtype=dtype)
         self.mlp = GeluMLP(config.hidden_size, config.intermediate_size, dtype=dtype, approximate=True)
 
-    def __call__(
-        self, x: Float[Array, "C H"], rotary: Rotary, segments: Segments[Array], chunk: int
-    ) -> Float[Array, "C H"]:
-        x = x + self.attn(self.norm1(x), rotary, segments, chunk)
+    def __call__(self, x: Float[Array, "C H"], rotary: Rotary, attend: Attend) -> Float[Array, "C H"]:
+        x = x + self.attn(self.norm1(x), rotary, attend)
         return x + self.mlp(self.norm2(x))
 
 
@@ -122,9 +105,7 @@ class Qwen3VLVisionTower(nnx.Module):
     """Patches of one lane -> token rows. Parameters are replicated: no layer is cut over the mesh."""
 
     def __init__(self, config: Qwen3VLVisionConfig, dtype):
-        self.patch_embed = PatchEmbed(
-            config.in_channels, config.temporal_patch_size, config.patch_size, config.hidden_size, dtype=dtype
-        )
+        self.patch_embed = PatchEmbed(config, dtype=dtype)
         self.pos_embed = PositionTable(config.num_position_embeddings, config.hidden_size, dtype=dtype)
         self.blocks = nnx.List([Block(config, dtype) for _ in range(config.depth)])
         self.merger = PatchMerger(config, dtype, joined_norm=False)
@@ -144,9 +125,13 @@ class Qwen3VLVisionTower(nnx.Module):
         x = self.patch_embed(rows.astype(self.dtype))
         x = x + self.pos_embed(lane.tap_index, lane.tap_weight).astype(x.dtype)
         rotary = axial_rotary(lane.positions, self.head_dim, self.rope_theta)
+        in_images = partial(attend, segments=lane.segments, chunk=chunk)
         deepstack = []
         for i, block in enumerate(self.blocks):
-            x = block(x, rotary, lane.segments, chunk)
+            x = block(x, rotary, in_images)
             if i in self.deepstack_indexes:
                 deepstack.append(self.deepstack_merger_list[self.deepstack_indexes.index(i)](x))
         return jnp.concatenate([self.merger(x), *deepstack], -1)
+
+
+register(Family(read_config, Qwen3VLVisionTower, position_taps, num_taps=4), "qwen3_vl", "qwen3_vl_moe")

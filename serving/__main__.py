@@ -15,16 +15,16 @@ import uvicorn
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from serving import doctor
 from serving.api.app import create_app
 from serving.chat import ChatTemplate
 from serving.cli import DEMO_FOLDER, UsageError, encoder_config, engine_config, limits, parser
-from serving.compile_guard import CompileGuard
 from serving.config import EngineConfig
 from serving.handle import EngineHandle
 from serving.load import Advance, Start, has_images, load_engine
 from serving.metrics import Metrics
 from serving.tokenizer import Tokenizer
-from vitbatch import EncoderConfig
+from vitbatch import CompileGuard, EncoderConfig
 from vitbatch.checkpoint import image_processor
 from vitstripe.checkpoint import Checkpoint
 from vitstripe.mesh import make_mesh
@@ -125,6 +125,8 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _serve(argv: Sequence[str] | None) -> int:
+    if list(sys.argv[1:] if argv is None else argv) == ["doctor"]:
+        return doctor.main()
     args = parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     # The engine and the HTTP side log one line a request; jax, orbax and absl would drown them.

@@ -30,7 +30,8 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m serving",
         description="Serves a vision-language or text checkpoint over an OpenAI-compatible HTTP API.",
-        epilog="example: python -m serving --model demo --tp 2 --port 8000   then: curl -s localhost:8000/ready",
+        epilog="example: python -m serving --model demo --tp 2 --port 8000   then: curl -s localhost:8000/ready   "
+        "`python -m serving doctor` says what this machine has.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     p.add_argument(

@@ -15,7 +15,6 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from serving.compile_guard import CompileGuard
 from serving.config import EngineConfig
 from serving.metrics import Metrics
 from serving.models.decoder import Selection
@@ -37,7 +36,7 @@ from serving.protocol import (
 from serving.runner import Runner, rows_by_path
 from serving.scheduler import Chunk, Scheduler
 from serving.sequence import Sequence
-from vitbatch import PoolFull
+from vitbatch import CompileGuard, PoolFull
 
 logger = logging.getLogger("serving.engine")
 

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 from jax.sharding import Mesh
 
-from serving.compile_guard import CompileGuard
 from serving.config import EngineConfig
 from serving.engine import Engine
 from serving.metrics import Metrics
 from serving.models import bind_decoder, family_of
 from serving.models.config import text_config
 from serving.runner import Runner
-from vitbatch import EncoderConfig, VisionEncoder
+from vitbatch import CompileGuard, EncoderConfig, VisionEncoder
 from vitbatch.checkpoint import bind_tower
 from vitstripe.checkpoint import Checkpoint, CheckpointError, load, raise_problems
 from vitstripe.platform import platform_of

@@ -102,11 +102,12 @@ class Runner:
 
     def selection_for(self, chunks: Seq[Chunk]) -> Selection:
         """How the indexer runs in a prefill pass of these chunks."""
-        if len(self.lm.selections) == 1:
+        if len(self.lm.selections) == 1 or self.lm.decoder.indexer is None:
             return self.lm.selections[0]
         rows = sum(c.stop - c.start for c in chunks)
         keys = sum((c.start + 1 + c.stop) * (c.stop - c.start) // 2 for c in chunks)
-        striped, _ = engages(rows, self.config.tp, keys / max(rows, 1), self.stripes)
+        most, k = max(c.stop for c in chunks), self.lm.decoder.indexer.topk
+        striped, _ = engages(rows, self.config.tp, keys / max(rows, 1), self.stripes, most_keys=most, k=k)
         return self.lm.selections[int(striped)]
 
     def prefill(self, chunks: Seq[Chunk], selection: Selection) -> np.ndarray:

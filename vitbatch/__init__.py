@@ -1,15 +1,19 @@
 """Encodes the images of many requests in one call: Flax vision towers, bucketed, data-parallel over a mesh."""
 
 from vitbatch.cache import EmbeddingCache, PoolFull
+from vitbatch.compile_guard import CompileGuard, ProgramMismatch
 from vitbatch.config import BucketLadder, EncoderConfig, VisionConfig
 from vitbatch.encoder import CallStats, EncodedImages, VisionEncoder
-from vitbatch.gate import batches_across_requests
+from vitbatch.gate import BatchDecision, batches_across_requests, decide_batching
 from vitbatch.images import ImageError, ImageProcessor, PreparedImage
 from vitbatch.warmup import WarmupReport
+from vitbatch.workers import Workers
 
 __all__ = [
+    "BatchDecision",
     "BucketLadder",
     "CallStats",
+    "CompileGuard",
     "EmbeddingCache",
     "EncodedImages",
     "EncoderConfig",
@@ -17,8 +21,11 @@ __all__ = [
     "ImageProcessor",
     "PoolFull",
     "PreparedImage",
+    "ProgramMismatch",
     "VisionConfig",
     "VisionEncoder",
     "WarmupReport",
+    "Workers",
     "batches_across_requests",
+    "decide_batching",
 ]

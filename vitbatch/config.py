@@ -263,8 +263,8 @@ class EncoderConfig:
     batching: whether the images of several requests share a call: "auto" by platform (see `vitbatch.gate`), "always"
         or "never".
     quadratic_lanes: deal images by what attention makes them cost, not by patches alone.
-    max_call_patches: patch budget of one call over all lanes; None is what the largest bucket holds, and on a CPU 2048
-        a lane, above which it only leaves its caches. One image above the budget still runs, alone.
+    max_call_patches: patch budget of one call over all lanes; None is what the largest bucket holds. One image above it
+        still runs, alone. On a CPU lanes hold 2048 patches where no image needs more: larger calls leave its caches.
     compilation_cache: folder that warm-up reads compiled programs from and writes them to; None leaves JAX's own
         setting alone.
     max_pixels: an image with more pixels than this is refused from its header, before it is decoded.

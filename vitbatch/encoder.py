@@ -131,9 +131,7 @@ class VisionEncoder:
         platform = platform_of(mesh.devices.flat[0])
         self.dtype = jnp.dtype(platform.default_dtype if config.dtype is None else config.dtype)
         self.ladder = config.ladder or self._choose_ladder()
-        self._max_call_patches = config.max_call_patches
-        if self._max_call_patches is None and platform.kind == "cpu":
-            self._max_call_patches = self.lanes * _CPU_LEAST_TOP
+        self._lane_patches = _CPU_LEAST_TOP if platform.kind == "cpu" else None
         self._quadratic = attention_cost(vision_config) if config.quadratic_lanes else 0.0
         self._taps = lru_cache(_KEPT_GRIDS)(lambda gh, gw: self._family.position_taps(vision_config, gh, gw))
         self._decision: BatchDecision | None = None
@@ -471,7 +469,9 @@ class VisionEncoder:
         return calls, call_of_key
 
     def _plan(self, sizes: list[int]) -> list[CallPlan]:
-        return plan_calls(sizes, self.lanes, self.ladder, self._max_call_patches, self._quadratic)
+        return plan_calls(
+            sizes, self.lanes, self.ladder, self.config.max_call_patches, self._quadratic, self._lane_patches
+        )
 
     def _prepared(self, image: AnyImage) -> PreparedImage:
         return image if isinstance(image, PreparedImage) else self.processor.prepare(image)

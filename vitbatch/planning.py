@@ -137,21 +137,24 @@ def plan_calls(
     ladder: BucketLadder,
     max_call_patches: int | None = None,
     quadratic: float = 0.0,
+    lane_patches: int | None = None,
 ) -> list[CallPlan]:
     """Splits images into calls, in order, so that the fewest patches are computed, padding included.
 
     sizes: patches an image. A call holds at most `max_call_patches` real patches (None: no limit; an image above it
-    runs alone), and its fullest lane no more than the largest bucket. An additional call must save 256 patches a lane;
-    among equally good splits the earliest call is the largest. quadratic: see `assign_lanes`. Raises ValueError for
-    an image above the largest bucket.
+    runs alone), and its fullest lane no more than the largest bucket, nor more than the bucket of `lane_patches` unless
+    one of its images needs that. An additional call must save 256 patches a lane; among equally good splits the
+    earliest call is the largest. quadratic: see `assign_lanes`. Raises ValueError for an image above the largest
+    bucket.
     """
+    lane_patches = ladder.largest if lane_patches is None else min(lane_patches, ladder.largest)
     for size in sizes:
         ladder.bucket_for(size)
     calls: list[CallPlan] = []
     begin = 0
     while begin < len(sizes):
         window = sizes[begin : begin + _WINDOW]
-        split = _cheapest_split(window, lanes, ladder, max_call_patches, quadratic)
+        split = _cheapest_split(window, lanes, ladder, max_call_patches, quadratic, lane_patches)
         if begin + len(window) < len(sizes):
             # The last call may have room for images past the window: it is planned again with them.
             split = split[:-1] or split
@@ -166,7 +169,12 @@ def plan_calls(
 
 
 def _cheapest_split(
-    sizes: Sequence[int], lanes: int, ladder: BucketLadder, max_call_patches: int | None, quadratic: float
+    sizes: Sequence[int],
+    lanes: int,
+    ladder: BucketLadder,
+    max_call_patches: int | None,
+    quadratic: float,
+    lane_patches: int,
 ) -> list[tuple[int, int]]:
     """(first, stop) of each call.
 
@@ -183,17 +191,21 @@ def _cheapest_split(
         if first == len(sizes):
             return 0, ()
         found: tuple[int, tuple[tuple[int, int], ...]] | None = None
-        limit, fullest = len(sizes), 0
+        limit, placed = len(sizes), 0
         if max_call_patches is not None:
             limit = max(first + 1, bisect_right(total, total[first] + max_call_patches) - 1)
-        capacity = ladder.largest
+        capacity = ladder.bucket_for(max(lane_patches, *sizes[first:limit]))
         while True:
             stop = min(limit, bisect_right(room, room[first] + lanes * capacity) - 1)
-            while stop > first and (fullest := _place(sizes[first:stop], lanes, quadratic).fullest) > capacity:
+            while stop > first:
+                longest = min(capacity, ladder.bucket_for(max(lane_patches, *sizes[first:stop])))
+                placed = _place(sizes[first:stop], lanes, quadratic).fullest
+                if placed <= longest:
+                    break
                 stop -= 1
             if stop == first:
                 break
-            bucket = ladder.bucket_for(fullest)
+            bucket = ladder.bucket_for(placed)
             rest, calls = best(stop)
             cost = bucket + _CALL_COST + rest
             if found is None or cost < found[0]:

@@ -37,7 +37,7 @@ class Reply:
     error: str = ""
     text: str = ""
     model: str = ""
-    ttft: float = 0.0
+    ttft: float | None = None
     seconds: float = 0.0
     usage: dict = field(default_factory=dict)
     calls: list[int] = field(default_factory=list)
@@ -120,7 +120,7 @@ def stream(port: int, path: str, body: dict, reply: Reply) -> Reply:
             reply.calls = event.get("vitstripe", {}).get("vit_calls", reply.calls)
             for choice in event["choices"]:
                 piece = choice.get("text") or choice.get("delta", {}).get("content") or ""
-                if piece and not reply.text:
+                if piece and reply.ttft is None:
                     reply.ttft = time.perf_counter() - began
                 reply.text += piece
     except OSError as error:
@@ -186,7 +186,9 @@ def show_burst(replies: list[Reply]) -> None:
         else:
             answer = printable(r.text)
             verdict = "[green]right[/green]" if r.text == r.label else f"[red]wrong: {r.label}[/red]"
-        table.add_row(Path(r.name).stem, tokens, f"{r.ttft * 1000:.0f}", calls, answer, verdict)
+        table.add_row(
+            Path(r.name).stem, tokens, "-" if r.ttft is None else f"{r.ttft * 1000:.0f}", calls, answer, verdict
+        )
     console.print(table)
 
 
@@ -199,7 +201,7 @@ def check_burst(replies: list[Reply], counts: dict[str, float]) -> list[str]:
     compiles = counts['compiles_total{stage="after_ready"}']
     digits = [r for r in replies if r.label is not None]
     right = sum(r.text == r.label for r in digits)
-    ttfts = sorted(r.ttft for r in replies)
+    ttfts = sorted(r.ttft for r in replies if r.ttft is not None) or [0.0]
     facts = Table(show_header=False, box=None, padding=(0, 2))
     for name, value in (
         ("model", ", ".join(sorted({r.model for r in replies}))),
@@ -217,6 +219,12 @@ def check_burst(replies: list[Reply], counts: dict[str, float]) -> list[str]:
         problems.append(f"{len(digits) - right} of {len(digits)} digits were read wrong")
     if compiles:
         problems.append(f"{compiles:.0f} programs were compiled after ready")
+    if lanes < 1.5:
+        problems.append(f"only {lanes:.2f} of {TP} lanes were filled on average")
+    if {r.model for r in replies if not r.error} != {"digits_vlm"}:
+        problems.append(f"another model answered: {sorted({r.model for r in replies})}")
+    if any(r.usage.get("prompt_tokens_details", {}).get("image_tokens", 0) < 1 for r in replies if not r.error):
+        problems.append("a reply counted no image tokens")
     if calls >= len(replies):
         problems.append(f"{calls:.0f} ViT calls for {len(replies)} images: nothing was batched across requests")
     return problems
@@ -253,7 +261,7 @@ def sparse_path(port: int) -> list[str]:
     for name, value in (
         ("model", f"{reply.model} (random weights)"),
         ("prompt", f"{reply.usage.get('prompt_tokens', 0)} tokens, each attends to {topk} selected"),
-        ("TTFT", f"{reply.ttft * 1000:.0f} ms"),
+        ("TTFT", "-" if reply.ttft is None else f"{reply.ttft * 1000:.0f} ms"),
         ("rows striped / replicated", f"{striped:.0f} / {replicated:.0f}"),
         ("striped = replicated", f"{equal} of {rows} selections, compiled apart"),
         ("compiles after ready", f"{compiles:.0f}"),
@@ -263,6 +271,8 @@ def sparse_path(port: int) -> list[str]:
     problems = []
     if reply.error:
         problems.append(f"the long prompt: {reply.error}")
+    if reply.usage.get("prompt_tokens", 0) < 8 * topk:
+        problems.append(f"the long prompt has only {reply.usage.get('prompt_tokens', 0)} tokens, K is {topk}")
     if not striped:
         problems.append("no row of the long prompt went the striped way")
     if equal != rows or not rows:

@@ -5,13 +5,12 @@ from itertools import count
 from pathlib import Path
 
 from serving.cli import DEMO_FOLDER
-from serving.compile_guard import CompileGuard
 from serving.config import EngineConfig
 from serving.load import load_engine
 from serving.metrics import Metrics
 from serving.protocol import ImageSpan, SamplingParams, Submission, TokenEvent
 from serving.tokenizer import Tokenizer
-from vitbatch import BucketLadder, EncoderConfig
+from vitbatch import BucketLadder, CompileGuard, EncoderConfig
 from vitstripe.checkpoint import Checkpoint
 from vitstripe.mesh import make_mesh
 

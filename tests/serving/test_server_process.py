@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from serving.cli import DEMO_FOLDER
+from serving.doctor import plugin_problems
 from tests.serving.demo_server import DIGITS, PHOTOS
 
 FLAGS = ["--tp", "2", "--max-model-len", "256", "--max-seqs", "4", "--prefill-tokens", "128", "--page-size", "16"]
@@ -213,6 +214,15 @@ def test_help_names_every_switch_with_its_default():
     for flag in ("--model", "--tp", "--dp-encoder", "--no-indexer-stripes", "--limit-mm-data-per-request"):
         assert flag in text
     assert "default: 512" in text
+
+
+def test_doctor_says_what_the_machine_has_and_what_does_not_fit():
+    done = run("doctor")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"jax +\d", done.stdout)
+    assert "cpu" in done.stdout
+    assert plugin_problems("0.12.0.1", {"jax-rocm7-plugin": "0.12.0"})[0].startswith("jax-rocm7-plugin is 0.12.0")
+    assert not plugin_problems("0.12.0", {"jax-rocm7-plugin": "0.12.0", "jax-cuda12-plugin": "0.11.2"})
 
 
 def test_the_demo_model_is_in_the_package():

@@ -51,6 +51,14 @@ def test_a_call_ends_before_the_patch_budget_and_a_larger_image_runs_alone():
     assert [c.images for c in calls] == [(0, 1), (2,), (3, 4), (5,)]
 
 
+def test_lanes_stay_short_where_no_image_needs_more():
+    ladder = BucketLadder((256, 512, 1024))
+    calls = plan_calls([256] * 6, 2, ladder, lane_patches=512)
+    assert [(c.images, c.capacity) for c in calls] == [((0, 1, 2, 3), 512), ((4, 5), 256)]
+    calls = plan_calls([1024, 900, 256, 256], 2, ladder, lane_patches=256)
+    assert [(c.images, c.capacity) for c in calls] == [((0, 1), 1024), ((2, 3), 256)]
+
+
 def test_an_image_above_the_largest_bucket_is_refused_with_both_numbers():
     with pytest.raises(ValueError, match="600 patches exceed the largest bucket of 512 patches"):
         plan_calls([100, 600], 2, BucketLadder((256, 512)))
@@ -143,17 +151,18 @@ def mixes(draw):
     capacities = {64 * n for n in draw(st.lists(st.integers(1, 40), max_size=5))} | {2048}
     budget = draw(st.none() | st.integers(1, 6000))
     quadratic = draw(st.sampled_from([0.0, 1 / 6000, 1.0]))
-    return sizes, lanes, tuple(sorted(capacities)), budget, quadratic
+    lane_patches = draw(st.none() | st.integers(1, 3000))
+    return sizes, lanes, tuple(sorted(capacities)), budget, quadratic, lane_patches
 
 
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(mixes())
-@example(([2048] + [4] * 16, 8, (64, 2048), None, 0.0))  # one huge and many tiny
-@example(([100, 4], 8, (128, 2048), None, 0.0))  # fewer images than lanes
+@example(([2048] + [4] * 16, 8, (64, 2048), None, 0.0, None))  # one huge and many tiny
+@example(([100, 4], 8, (128, 2048), None, 0.0, None))  # fewer images than lanes
 def test_every_row_of_any_mix_comes_back_once_and_in_order(mix):
-    sizes, lanes, capacities, budget, quadratic = mix
+    sizes, lanes, capacities, budget, quadratic, lane_patches = mix
     ladder = BucketLadder(capacities)
-    calls = plan_calls(sizes, lanes, ladder, budget, quadratic)
+    calls = plan_calls(sizes, lanes, ladder, budget, quadratic, lane_patches)
     assert [i for call in calls for i in call.images] == list(range(len(sizes)))
     for call in calls:
         assert call.capacity in ladder.capacities

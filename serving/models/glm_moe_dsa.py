@@ -31,7 +31,7 @@ from serving.models.moe import MoE
 from serving.models.shards import Shards, local_heads
 from serving.models.step import Step
 from vitstripe.checkpoint import CheckpointError
-from vitstripe.nn import Linear, RMSNorm, rotate_pairs
+from vitstripe.nn import Linear, RMSNorm, rotate_pairs, traced_once
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class Layer(nnx.Module):
             self.mlp = SwiGLU(c.hidden_size, c.intermediate_size, dtype=dtype, shards=shards)
         self.shards = shards
 
-    def __call__(self, h, cos, sin, cache, step, selection, selected):
+    def __call__(self, h, cache, selected, cos, sin, step, selection):
         y, cache, selected = self.self_attn(self.input_layernorm(h), cos, sin, cache, step, selection, selected)
         h = h + y
         h = h + self.shards.sum_if(self.shards.mlp, self.mlp(self.post_attention_layernorm(h)))
@@ -245,8 +245,9 @@ class GlmMoeDsaDecoder(nnx.Module):
         c = self.config
         cos, sin = rope_tables(step.positions, inverse_frequencies(c.rope_theta, c.rope_dim))
         h, new_caches, selections, selected = hidden, [], [], None
+        run = traced_once(cos, sin, step, selection)
         for i, (layer, cache) in enumerate(zip(self.model.layers, caches, strict=True)):
-            h, cache, selected = layer(h, cos, sin, cache, step, selection, selected)
+            h, cache, selected = run(layer, h, cache, selected)
             new_caches.append(cache)
             if i in c.indexer.full_layers:
                 selections.append(selected)

@@ -23,7 +23,7 @@ from serving.models.paged_attention import paged_attention
 from serving.models.shards import Shards, local_heads
 from serving.models.step import Step
 from vitstripe.checkpoint import CheckpointError
-from vitstripe.nn import Linear, RMSNorm, rotate_half
+from vitstripe.nn import Linear, RMSNorm, rotate_half, traced_once
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Layer(nnx.Module):
         self.mlp = SwiGLU(c.hidden_size, c.intermediate_size, dtype=dtype, shards=shards)
         self.shards = shards
 
-    def __call__(self, h, cos, sin, cache, step):
+    def __call__(self, h, cache, cos, sin, step):
         y, cache = self.self_attn(self.input_layernorm(h), cos, sin, cache, step)
         h = h + y
         return h + self.shards.sum_if(self.shards.mlp, self.mlp(self.post_attention_layernorm(h))), cache
@@ -163,9 +163,9 @@ class Qwen3VLDecoder(nnx.Module):
             step.positions, inverse_frequencies(c.rope_theta, c.head_dim), mrope_axes(c.mrope_section)
         )
         cos, sin = cos[:, None], sin[:, None]
-        h, new_caches = hidden, []
+        h, new_caches, run = hidden, [], traced_once(cos, sin, step)
         for i, (layer, cache) in enumerate(zip(self.model.layers, caches, strict=True)):
-            h, cache = layer(h, cos, sin, cache, step)
+            h, cache = run(layer, h, cache)
             new_caches.append(cache)
             # Deepstack level i is added after decoder layer i; its rows are zero off the image tokens.
             if deepstack is not None and i < deepstack.shape[0]:

@@ -15,8 +15,14 @@ from vitbatch import EncoderConfig
 pytestmark = pytest.mark.gpu
 
 
-def test_digits_and_photographs_in_one_burst():
-    server = Server(EngineConfig(tp=1, max_model_len=512, max_seqs=16), EncoderConfig())
+def needs(devices):
+    """A mark: skipped where fewer GPUs are there."""
+    return pytest.mark.skipif(f"len(jax.devices()) < {devices}", reason=f"NOT MEASURED: needs {devices} GPUs")
+
+
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=needs(2))])
+def test_digits_and_photographs_in_one_burst(tp):
+    server = Server(EngineConfig(tp=tp, max_model_len=512, max_seqs=16), EncoderConfig())
     server.engine.start()
     digits = [(path.name.split("_")[1], server.prepare(path.read_bytes())) for path in DIGITS]
     photos = [server.prepare(path.read_bytes()) for path in PHOTOS]
@@ -39,3 +45,16 @@ def test_sparse_attention_logits_match_the_reference_in_float32(goldens, stripe)
     assert relative_error(logits, golden["txt.logits"][0]) < 2e-5
     assert driver.greedy(seq, int(logits[-1].argmax()), 12) == golden["txt.greedy12"][0].tolist()
     assert all((np.asarray(s) < 48).all() for s in driver.selections)
+
+
+@needs(2)
+@pytest.mark.parametrize("merge", ["pmax", "all_gather"])
+def test_striped_selections_are_the_bits_of_the_replicated_program_on_every_gpu(goldens, merge):
+    driver = Driver(checkpoint_at(goldens / "glm_moe_dsa"), 2)
+    ids = np.random.default_rng(4).integers(0, 256, 61)
+    driver.prefill(driver.sequence(ids), [])
+    replicated = [np.asarray(s) for s in driver.selections]
+    driver.prefill(driver.sequence(ids), [], Selection(8, merge))
+    for ours, theirs in zip(driver.selections, replicated, strict=True):
+        for shard in ours.addressable_shards:
+            np.testing.assert_array_equal(np.asarray(shard.data), theirs)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from vitstripe import Program
+from vitstripe import Program, collectives_in
 
 
 def shifted_sum(mesh, length: int) -> Program:
@@ -49,3 +49,16 @@ def test_the_lowered_program_holds_the_collectives_it_declares(mesh_of):
     program = shifted_sum(mesh_of(4), 20)
     text = program.lower().as_text()
     assert {name: text.count(f"stablehlo.{name}") for name in program.collectives} == program.collectives
+
+
+def test_collectives_are_counted_once_a_call_of_the_function_that_holds_them(mesh_of):
+    inner = jax.jit(lambda x: jax.lax.psum(x, "tp"))  # lowered under a quoted name
+
+    def body(x):
+        return jax.lax.all_gather(inner(inner(inner(x) + 1) * 2), "tp")
+
+    fn = jax.jit(
+        jax.shard_map(body, mesh=mesh_of(2), in_specs=PartitionSpec("tp"), out_specs=PartitionSpec(), check_vma=False)
+    )
+    text = fn.lower(np.ones(6, np.float32)).as_text()
+    assert collectives_in(text) == {"all_reduce": 3, "all_gather": 1}

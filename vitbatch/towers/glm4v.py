@@ -146,8 +146,9 @@ class Glm4vVisionTower(nnx.Module):
         x = x + self.embeddings(lane.tap_index, lane.tap_weight).astype(x.dtype)
         rotary = axial_rotary(lane.positions, self.head_dim, self.rope_theta)
         in_images = partial(attend, segments=lane.segments, chunk=chunk)
+        run = nn.traced_once(rotary, in_images)
         for block in self.blocks:
-            x = block(x, rotary, in_images)
+            x = run(block, x)
         return self.merger(self.downsample(self.post_layernorm(x)))
 
 

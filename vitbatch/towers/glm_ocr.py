@@ -19,7 +19,15 @@ from jaxtyping import Array, Float
 from vitbatch.attention import attend
 from vitbatch.config import VisionConfig, read_flag, read_geometry, read_positive
 from vitbatch.lanes import LaneInputs
-from vitbatch.towers.layers import Downsample, FusedAttention, GatedMerger, PatchEmbed, RmsBlock, SwiGLU, axial_rotary
+from vitbatch.towers.layers import (
+    Downsample,
+    FusedAttention,
+    GatedMerger,
+    PatchEmbed,
+    RmsBlock,
+    SwiGLU,
+    axial_rotary,
+)
 from vitbatch.towers.registry import Family, register
 from vitstripe import nn
 
@@ -93,8 +101,9 @@ class GlmOcrVisionTower(nnx.Module):
         x = self.patch_embed(rows.astype(self.dtype))
         rotary = axial_rotary(lane.positions, self.head_dim, self.rope_theta)
         in_images = partial(attend, segments=lane.segments, chunk=chunk)
+        run = nn.traced_once(rotary, in_images)
         for block in self.blocks:
-            x = block(x, rotary, in_images)
+            x = run(block, x)
         return self.merger(self.downsample(self.post_layernorm(x)))
 
 

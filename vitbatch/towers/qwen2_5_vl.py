@@ -117,8 +117,9 @@ class Qwen25VLVisionTower(nnx.Module):
             window_patches=per_cell * config.window_cells**2,
             chunk=chunk,
         )
+        whole, windowed = nn.traced_once(rotary, in_images), nn.traced_once(rotary, in_windows)
         for i, block in enumerate(self.blocks):
-            x = block(x, rotary, in_images if i in config.full_attention_indexes else in_windows)
+            x = (whole if i in config.full_attention_indexes else windowed)(block, x)
         return _reorder(self.merger(x), windows.place, 1)
 
 

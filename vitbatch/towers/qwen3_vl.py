@@ -23,7 +23,15 @@ from vitbatch.attention import attend
 from vitbatch.config import VisionConfig, read_count, read_geometry, read_indexes
 from vitbatch.lanes import LaneInputs
 from vitbatch.planning import merge_order
-from vitbatch.towers.layers import Attend, FusedAttention, GeluMLP, PatchEmbed, PositionTable, Rotary, axial_rotary
+from vitbatch.towers.layers import (
+    Attend,
+    FusedAttention,
+    GeluMLP,
+    PatchEmbed,
+    PositionTable,
+    Rotary,
+    axial_rotary,
+)
 from vitbatch.towers.registry import Family, register
 from vitstripe import nn
 
@@ -126,9 +134,9 @@ class Qwen3VLVisionTower(nnx.Module):
         x = x + self.pos_embed(lane.tap_index, lane.tap_weight).astype(x.dtype)
         rotary = axial_rotary(lane.positions, self.head_dim, self.rope_theta)
         in_images = partial(attend, segments=lane.segments, chunk=chunk)
-        deepstack = []
+        run, deepstack = nn.traced_once(rotary, in_images), []
         for i, block in enumerate(self.blocks):
-            x = block(x, rotary, in_images)
+            x = run(block, x)
             if i in self.deepstack_indexes:
                 deepstack.append(self.deepstack_merger_list[self.deepstack_indexes.index(i)](x))
         return jnp.concatenate([self.merger(x), *deepstack], -1)

@@ -83,10 +83,8 @@ class Row:
         spread = run * lax.div(self.length, runs) + lax.div(run * lax.rem(self.length, runs), runs)
         position = jnp.where(self.length >= size, spread, run * jnp.int32(_RUN)) + place
         inside = position < self.length
+        # Forced keys count by their scores here: they are few, and this is a guess.
         order = sortable(plt.load(self.scores_ref.at[self.row, self.ks + position], mask=inside, other=0.0))
-        is_forced = self.is_forced(position)
-        if is_forced is not None:
-            order = jnp.where(is_forced, INT_MAX, order)
         order = jnp.where(inside, order, OUTSIDE)
         spare = lax.div(rank, jnp.int32(16))
         threshold, reached = at_least(order, rank, jnp.min(order), spare)

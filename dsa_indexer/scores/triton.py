@@ -1,0 +1,208 @@
+"""Index scores as one kernel: Pallas through Triton, the backend that reaches AMD as well as NVIDIA.
+
+A program keeps a few rows' queries, all heads of them side by side, and lets key blocks stream by:
+
+                        row 0: head 0 .. H-1 | row 1: head 0 .. H-1 | ...
+    64 keys   [64, D] x [D, columns]  ->  relu, times gates, summed over each row's heads  ->  [64, rows]
+
+Keys are the first operand, so that the heads of a row lie side by side in a thread's registers and the sum over them
+hardly leaves the thread. Products accumulate in float32 over the whole head dimension; the sum over heads has a fixed
+order. A score's bits depend on its row and its key alone: not on its row's tile, on the launch, or on where keys lie.
+
+Key blocks outside the windows of all rows of a tile are neither read nor written: what stands there is whatever memory
+held. The selection reads the columns of a row's own window alone.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float, Float32, Int32
+
+from dsa_indexer.rows import pad_rows
+from dsa_indexer.tiles import ScoreTile, score_tile
+from vitstripe.platform import Platform
+
+_PROGRAMS, _SHORTEST_RUN = 1024, 8
+_SMALLEST_DIM = 16  # the least contraction of a matrix instruction
+
+
+def _is_float8(dtype: Any) -> bool:
+    return jnp.dtype(dtype).itemsize == 1
+
+
+def _multiplied_as(dtype: Any, platform: Platform) -> Any:
+    """The dtype of the matrix products. Hopper's float8 units accumulate in fewer bits, and the way around it is slower
+    than float16, which holds every float8_e4m3fn exactly; so are the products' sums, in float32."""
+    return jnp.float16 if _is_float8(dtype) and platform.kind == "cuda" else dtype
+
+
+def _kernel(*refs: Any, names: tuple[str, ...], tile: ScoreTile, heads: int, num_keys: int, page_size: int, dtype: Any):
+    """names: which of q, gates, ks, lengths, keys, scales, pages and out are among `refs`."""
+    ref = dict(zip(names, refs, strict=True))
+    rows = tile.columns // heads
+    # Last tiles first: in a causal batch they see the most keys, and the short ones fill the gaps at the end.
+    tile_number, start = pl.num_programs(0) - 1 - pl.program_id(0), pl.program_id(1) * tile.run
+    row = tile_number * rows + jnp.arange(rows, dtype=jnp.int32)
+    ks = ref["ks"][pl.ds(tile_number * rows, rows)]
+    lengths = ref["lengths"][pl.ds(tile_number * rows, rows)]
+    first = jnp.min(jnp.where(lengths > 0, ks, num_keys)) // tile.keys
+    last = (jnp.max(jnp.where(lengths > 0, ks + lengths, 0)) + tile.keys - 1) // tile.keys
+
+    def work():
+        q = ref["q"][pl.ds(tile_number * tile.columns, tile.columns), :].astype(dtype)
+        gates = ref["gates"][pl.ds(tile_number * tile.columns, tile.columns)]
+        lane = jnp.arange(tile.keys, dtype=jnp.int32)
+        whole, num_pages = num_keys % tile.keys == 0, ref["keys"].shape[0] // page_size
+
+        side_by_side = whole and "pages" not in ref
+
+        def slots(j):
+            """Where the keys of block j lie, one by one. Past the last key, the last key again."""
+            column = jnp.minimum(j * tile.keys + lane, num_keys - 1)
+            if "pages" not in ref:
+                return column
+            # A table's entries past the request's last page may hold anything; no row's window reaches them.
+            page = jnp.clip(plt.load(ref["pages"].at[column // page_size]), 0, num_pages - 1)
+            return page * page_size + column % page_size
+
+        def dots(j):
+            if side_by_side:
+                at = ref["keys"].at[pl.ds(j * tile.keys, tile.keys), :]
+            else:
+                at = ref["keys"].at[slots(j)[:, None], jnp.arange(q.shape[1], dtype=jnp.int32)[None, :]]
+            return plt.dot(plt.load(at).astype(dtype), q.T)
+
+        def finish(j, block):
+            scores = jnp.maximum(block, 0.0) * gates[None, :]
+            scores = jnp.sum(scores.reshape(tile.keys, rows, heads), axis=2)
+            if "scales" in ref:
+                at = pl.ds(j * tile.keys, tile.keys) if side_by_side else slots(j)
+                scores = scores * plt.load(ref["scales"].at[at])[:, None]
+            column = (j * tile.keys + lane)[:, None]
+            at = ref["out"].at[row[None, :], column]
+            plt.store(at, scores, mask=None if whole else jnp.broadcast_to(column < num_keys, scores.shape))
+
+        low, high = jnp.maximum(first, start), jnp.minimum(last, start + tile.run)
+
+        def ahead(j, block):
+            following = dots(j + 1)  # under way while this block is summed
+            finish(j, block)
+            return following
+
+        def alone(j, carry):
+            finish(j, dots(j))
+            return carry
+
+        if tile.ahead:
+            finish(high - 1, lax.fori_loop(low, high - 1, ahead, dots(low)))
+        else:
+            lax.fori_loop(low, high, alone, jnp.int32(0))
+
+    pl.when((first < start + tile.run) & (last > start))(work)
+
+
+def _call(
+    q: Array,
+    gates: Array,
+    ks: Array,
+    lengths: Array,
+    keys: Array,
+    scales: Array | None,
+    pages: Array | None,
+    page_size: int,
+    platform: Platform,
+    tile: ScoreTile | None,
+    interpret: bool,
+) -> Array:
+    num_rows, heads, dim = q.shape
+    num_keys = keys.shape[0] if pages is None else pages.shape[0] * page_size
+    if tile is None:
+        tile = score_tile(platform, is_float8=_is_float8(keys.dtype))
+    if heads & (heads - 1) or tile.columns % heads:
+        raise ValueError(f"{heads} index heads: the kernel takes powers of two up to {tile.columns}")
+    if dim & (dim - 1) or dim < _SMALLEST_DIM:
+        raise ValueError(f"index head dimension {dim}: the kernel takes powers of two of at least {_SMALLEST_DIM}")
+    rows = tile.columns // heads
+    padded = -(-num_rows // rows) * rows
+    # Enough programs to fill a GPU, where there are that many blocks. Blocks do not depend on each other, so a score's
+    # bits do not depend on this.
+    blocks = -(-num_keys // tile.keys)
+    tile = replace(tile, run=min(tile.run, max(_SHORTEST_RUN, padded // rows * blocks // _PROGRAMS)))
+    q, gates, ks, lengths = (pad_rows(x, padded) for x in (q, gates, ks, lengths))
+    operands = {
+        "q": q.reshape(padded * heads, dim),
+        "gates": gates.reshape(padded * heads),
+        "ks": ks,
+        "lengths": lengths,
+        "keys": keys,
+        "scales": scales,
+        "pages": pages,
+    }
+    operands = {name: x for name, x in operands.items() if x is not None}
+    kernel = partial(
+        _kernel,
+        names=(*operands, "out"),
+        tile=tile,
+        heads=heads,
+        num_keys=num_keys,
+        page_size=page_size,
+        dtype=_multiplied_as(keys.dtype, platform),
+    )
+    out = pl.pallas_call(
+        kernel,
+        grid=(padded // rows, -(-blocks // tile.run)),
+        out_shape=jax.ShapeDtypeStruct((padded, num_keys), jnp.float32),
+        compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        interpret=interpret,
+        name="index_scores",
+    )(*operands.values())
+    return out[:num_rows]
+
+
+def row_scores_triton(
+    q: Float[Array, "M H D"],
+    gates: Float32[Array, "M H"],
+    keys: Float[Array, "N D"],
+    key_scales: Float32[Array, "N"] | None,
+    ks: Int32[Array, "M"],
+    lengths: Int32[Array, "M"],
+    *,
+    platform: Platform,
+    tile: ScoreTile | None = None,
+    interpret: bool = False,
+) -> Float32[Array, "M N"]:
+    """Scores of M rows against N contiguous keys; q and keys bfloat16 or the architecture's float8.
+
+    Columns outside a row's window hold anything. platform: what it is compiled for; it chooses the tile unless `tile`
+    is given. interpret: run as plain JAX operations, on any device. Raises ValueError unless H and D are powers of two
+    that fit the tile.
+    """
+    return _call(q, gates, ks, lengths, keys, key_scales, None, 1, platform, tile, interpret)
+
+
+def paged_scores_triton(
+    q: Float[Array, "n H D"],
+    gates: Float32[Array, "n H"],
+    key_pages: Float[Array, "P page D"],
+    scale_pages: Float32[Array, "P page"] | None,
+    pages: Int32[Array, "maxpages"],
+    lengths: Int32[Array, "n"],
+    *,
+    platform: Platform,
+    tile: ScoreTile | None = None,
+    interpret: bool = False,
+) -> Float32[Array, "n N"]:
+    """Scores of the n rows of one request against its paged keys, N = maxpages * page: the bits `row_scores_triton`
+    gives for the same keys laid out contiguously. Row i sees the first lengths[i] of them; the columns after those hold
+    anything, and so may the entries of `pages` after those."""
+    num_pages, page_size, dim = key_pages.shape
+    keys = key_pages.reshape(num_pages * page_size, dim)
+    scales = None if scale_pages is None else scale_pages.reshape(-1)
+    ks = jnp.zeros_like(lengths)
+    return _call(q, gates, ks, lengths, keys, scales, pages, page_size, platform, tile, interpret)

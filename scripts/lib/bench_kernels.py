@@ -1,0 +1,277 @@
+"""Times the kernels on this machine's GPU, beside what a user would pick instead.
+
+Needs the project's packages; `scripts/bench_kernels` brings them, or run `python -m scripts.lib.bench_kernels` in an
+environment of your own. torch is used for its topk if it is installed.
+"""
+
+import argparse
+import datetime
+import json
+import math
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from dsa_indexer.scores.triton import row_scores_triton
+from dsa_indexer.topk.triton import select_topk_triton
+from vitbatch.attention.triton import attend_triton
+from vitbatch.config import align
+from vitbatch.lanes import Segments
+from vitstripe.platform import Platform, platform_of
+
+CACHE_BYTES = 256 << 20
+"""Input sets are rotated until they hold at least this much, so that no run finds its inputs in the cache."""
+GROUP, GROUPS = 20, 7  # dispatches a synchronisation; their median is taken over the groups
+EXPLAIN = """\
+TFLOP/s count useful work only: 4 * tokens^2 * head dim * heads for attention, 2 * dim * heads for each pair of a row
+and a key it sees for scores. TB/s of a selection count one read of the scores. floor: the useful work at the rate of
+an 8192^3 bfloat16 product, or the read at the rate of a large copy (read and written), both measured in this run."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the table. amount: operations or bytes of useful work; floor: seconds they take at best."""
+
+    work: str
+    what: str
+    seconds: float
+    amount: float
+    unit: str
+    floor: float
+
+    @property
+    def rate(self) -> float:
+        return self.amount / self.seconds / 1e12
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench_kernels",
+        description="Times packed attention, index scores and the selection of the largest on a GPU: medians, random "
+        "data, everything in one run. Prints a table and writes JSON.",
+        epilog="example: scripts/bench_kernels --only attention --json kernels.json",
+    )
+    parser.add_argument("--only", choices=("attention", "scores", "selection"), action="append")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return parser.parse_args(arguments)
+
+
+def median_seconds(fn: Callable[..., Any], sets: Sequence[tuple], group: int = GROUP) -> float:
+    """Median over groups of `group` dispatches with one synchronisation each, over input sets in rotation."""
+    for args in sets:
+        jax.block_until_ready(fn(*args))
+    times, at = [], 0
+    for _ in range(GROUPS):
+        start = time.perf_counter()
+        for _ in range(group):
+            out = fn(*sets[at % len(sets)])
+            at += 1
+        jax.block_until_ready(out)
+        times.append((time.perf_counter() - start) / group)
+    return statistics.median(times)
+
+
+def rotated(make: Callable[[int], tuple]) -> list[tuple]:
+    """make(0), make(1), ... until CACHE_BYTES are held; two at least."""
+    sets = [make(0)]
+    size = sum(x.nbytes for x in jax.tree.leaves(sets[0]))
+    return sets + [make(i) for i in range(1, max(math.ceil(CACHE_BYTES / size), 2))]
+
+
+def compiled(fn: Callable[..., Any], args: tuple) -> Callable[..., Any]:
+    return jax.jit(fn).lower(*args).compile()
+
+
+def normal(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+
+
+def normals(number: int, shape: tuple[int, ...]) -> tuple:
+    """Three random bfloat16 arrays."""
+    return tuple(normal(3 * number + i, shape, jnp.bfloat16) for i in range(3))
+
+
+class Bench:
+    def __init__(self, platform: Platform):
+        self.platform, self.lines = platform, list[Line]()
+        self.console = Console(width=120, highlight=False)
+        squares = rotated(
+            lambda i: (normal(2 * i, (8192, 8192), jnp.bfloat16), normal(2 * i + 1, (8192, 8192), jnp.bfloat16))
+        )
+        self.flops = 2 * 8192**3 / median_seconds(compiled(lambda a, b: a @ b, squares[0]), squares)
+        block = rotated(lambda i: (normal(i, (1 << 28,), jnp.float32),))
+        self.bytes = 2 * block[0][0].nbytes / median_seconds(compiled(lambda x: x + 1, block[0]), block)
+
+    def add(
+        self,
+        work: str,
+        what: str,
+        sets: Sequence[tuple],
+        fn: Callable[..., Any],
+        amount: float,
+        unit: str,
+        group: int = GROUP,
+    ) -> None:
+        """Times fn over the input sets. A line that cannot run is reported and does not lose the others."""
+        try:
+            seconds = median_seconds(compiled(fn, sets[0]), sets, group)
+        except Exception as error:
+            self.console.print(f"{work}, {what}: {type(error).__name__}: {str(error)[:200]}")
+            return
+        self.put(work, what, seconds, amount, unit)
+
+    def put(self, work: str, what: str, seconds: float, amount: float, unit: str) -> None:
+        floor = amount / (self.flops if unit == "TFLOP/s" else self.bytes)
+        line = Line(work, what, seconds, amount, unit, floor)
+        self.lines.append(line)
+        self.console.print(f"{work}, {what}: {1e3 * seconds:.3f} ms, {line.rate:.2f} {unit}")
+
+    def attention(self) -> None:
+        heads = 16
+        for label, lengths, head_dim in (
+            ("64 x 1024, head dim 72", [1024] * 64, 72),
+            ("2 x 24332, head dim 72", [24332] * 2, 72),
+            ("64 x 1024, head dim 64", [1024] * 64, 64),
+            ("64 x 1024, head dim 80", [1024] * 64, 80),
+            ("64 x 1024, head dim 128", [1024] * 64, 128),
+        ):
+            segments = segments_of(lengths)
+            capacity = 64 * segments.first.shape[0]
+            flop = 4.0 * sum(n * n for n in lengths) * head_dim * heads
+            sets = rotated(partial(normals, shape=(capacity, heads, head_dim)))
+            kernel = partial(attend_triton, segments=segments, platform=self.platform)
+            self.add(f"attention, {label}", "kernel", sets, kernel, flop, "TFLOP/s")
+            # The peer gets images of equal length as a batch: it needs no packing, and cannot pack.
+            batch = (len(lengths), lengths[0], heads, head_dim)
+            sets = rotated(partial(normals, shape=batch))
+            if self.platform.kind == "cuda":
+                peer = partial(jax.nn.dot_product_attention, implementation="cudnn")
+                self.add(f"attention, {label}", "cuDNN, batched", sets, peer, flop, "TFLOP/s")
+
+    def scores(self) -> None:
+        heads, dim = 32, 128
+        fp8 = jnp.float8_e4m3fnuz if self.platform.arch == "gfx942" else jnp.float8_e4m3fn
+        for rows in (8192, 32768):
+            flop = 2.0 * heads * dim * rows * (rows + 1) / 2
+            for label, dtype in (("bfloat16", jnp.bfloat16), ("float8", fp8)):
+
+                def make(i: int, rows: int = rows, dtype: Any = dtype) -> tuple:
+                    scales = None if dtype == jnp.bfloat16 else jnp.abs(normal(4 * i + 3, (rows,), jnp.float32)) + 1
+                    lengths = jnp.arange(1, rows + 1, dtype=jnp.int32)
+                    q, gates = normal(4 * i, (rows, heads, dim), dtype), normal(4 * i + 1, (rows, heads), jnp.float32)
+                    return q, gates, normal(4 * i + 2, (rows, dim), dtype), scales, jnp.zeros_like(lengths), lengths
+
+                kernel = partial(row_scores_triton, platform=self.platform)
+                name = f"scores, causal {rows}, {label}"
+                self.add(name, "kernel", rotated(make), kernel, flop, "TFLOP/s", group=10)
+
+    def selection(self) -> None:
+        rows, keys, k = 1024, 131072, 2048
+        ks, lengths = jnp.zeros(rows, jnp.int32), jnp.full(rows, keys, jnp.int32)
+        amount = 4.0 * rows * keys
+        for label, shape in (
+            ("normal", lambda x: x),
+            ("rounded to halves", lambda x: jnp.round(2 * x) / 2),
+            ("three values", lambda x: jnp.clip(jnp.round(x), -1, 1)),
+            ("mostly zero", lambda x: jnp.maximum(x - 2.5, 0)),
+        ):
+            name = f"top {k} of {rows} x {keys}, {label}"
+            sets = rotated(lambda i, shape=shape: (shape(normal(i, (rows, keys), jnp.float32)),))
+            kernel = partial(select_topk_triton, ks=ks, lengths=lengths, k=k, platform=self.platform)
+            self.add(name, "kernel", sets, kernel, amount, "TB/s")
+            if label == "normal":
+                self.add(name, "lax.top_k", sets, partial(lax.top_k, k=k), amount, "TB/s", group=2)
+            if find_spec("torch") is not None:
+                self.put(name, "torch.topk", torch_topk_seconds([x for (x,) in sets], k), amount, "TB/s")
+
+    def table(self) -> Table:
+        table = Table(box=SIMPLE)
+        for column in ("work", "what", "ms", "rate", "floor ms", "floor/time"):
+            table.add_column(column, justify="left" if column in ("work", "what") else "right")
+        for line in self.lines:
+            table.add_row(
+                line.work,
+                line.what,
+                f"{1e3 * line.seconds:.3f}",
+                f"{line.rate:.{0 if line.unit == 'TFLOP/s' else 2}f} {line.unit}",
+                f"{1e3 * line.floor:.3f}",
+                f"{line.floor / line.seconds:.0%}",
+            )
+        return table
+
+
+def segments_of(lengths: Sequence[int]) -> Segments[jax.Array]:
+    """One lane that holds images of these lengths, one after another."""
+    blocks = sum(align(n) for n in lengths) // 64
+    first, end, start = np.arange(blocks, dtype=np.int32), np.zeros(blocks, np.int32), 0
+    for length in lengths:
+        own = slice(start // 64, (start + align(length)) // 64)
+        first[own], end[own] = own.start, start + length
+        start += align(length)
+    return Segments(jnp.asarray(first), jnp.asarray(end))
+
+
+def torch_topk_seconds(arrays: Sequence[jax.Array], k: int) -> float:
+    import torch
+
+    tensors = [torch.from_dlpack(x) for x in arrays]
+    for tensor in tensors:
+        torch.topk(tensor, k, dim=1)
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(GROUPS):
+        start = time.perf_counter()
+        for i in range(6):
+            torch.topk(tensors[i % len(tensors)], k, dim=1)
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) / 6)
+    return statistics.median(times)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
+    platform = platform_of(jax.devices()[0])
+    if platform.kind not in ("cuda", "rocm"):
+        print(f"error: the kernels need a GPU; this machine has {platform.kind} ({platform.name})", file=sys.stderr)
+        return 1
+    bench = Bench(platform)
+    for part in options.only or ("attention", "scores", "selection"):
+        getattr(bench, part)()
+    today = datetime.date.today().isoformat()
+    bench.console.print(
+        f"\n{platform.name} ({platform.kind}), jax {jax.__version__}, {today}. "
+        f"Floor: {bench.flops / 1e12:.0f} TFLOP/s, {bench.bytes / 1e12:.2f} TB/s."
+    )
+    bench.console.print(bench.table())
+    bench.console.print(EXPLAIN)
+    if options.json:
+        found = {
+            "device": asdict(platform),
+            "jax": jax.__version__,
+            "date": today,
+            "flops": bench.flops,
+            "bytes": bench.bytes,
+            "lines": [asdict(line) for line in bench.lines],
+        }
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""The index score kernel against float64, interpreted and on a GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsa_indexer.quant import KeyFormat, encode_keys, encode_queries
+from dsa_indexer.scores.triton import paged_scores_triton, row_scores_triton
+from dsa_indexer.tiles import ScoreTile
+from tests.helpers import relative_error
+from vitstripe.platform import Platform, platform_of
+
+CUDA, GFX942, GFX950 = Platform("cuda", "", ""), Platform("rocm", "gfx942", ""), Platform("rocm", "gfx950", "")
+CPU = Platform("cpu", "", "")
+TILES = [ScoreTile(16, 32, 2, 4, 1), ScoreTile(16, 32, 2, 4, 1, ahead=True), ScoreTile(32, 64, 1, 4, 1)]
+FORMATS = {
+    "bfloat16": (KeyFormat("bfloat16"), CPU),
+    "float8 of CUDA": (KeyFormat.fp8(""), CUDA),
+    "float8 of gfx942": (KeyFormat.fp8("gfx942"), GFX942),
+    "float8 of gfx950": (KeyFormat.fp8("gfx950"), GFX950),
+}
+
+
+_OPTIONS = ("platform", "tile", "interpret")
+row_scores = jax.jit(row_scores_triton, static_argnames=_OPTIONS)
+paged_scores = jax.jit(paged_scores_triton, static_argnames=_OPTIONS)
+
+
+def problem(form: KeyFormat, rows: int, keys: int, heads: int, dim: int, seed: int = 0):
+    """(q, gates, keys, scales, ks, lengths): two requests, one row of length 0."""
+    draw = np.random.default_rng(seed)
+    normal = lambda *shape: jnp.asarray(draw.normal(size=shape), jnp.float32)  # noqa: E731
+    q, gates = encode_queries(normal(rows, heads, dim), normal(rows, heads), form)
+    encoded, scales = encode_keys(normal(keys, dim), form)
+    second = np.arange(rows) >= rows // 2
+    ks = np.where(second, keys // 3, 0).astype(np.int32)
+    room = np.where(second, keys - keys // 3, keys // 3)
+    lengths = np.minimum(1 + np.arange(rows) * keys // rows, room).astype(np.int32)
+    lengths[2], lengths[-1] = 0, room[-1]
+    return q, gates, encoded, scales, jnp.asarray(ks), jnp.asarray(lengths)
+
+
+def in_window(ks, lengths, keys: int) -> np.ndarray:
+    column, ks, lengths = np.arange(keys), np.asarray(ks)[:, None], np.asarray(lengths)[:, None]
+    return (column >= ks) & (column < ks + lengths)
+
+
+def exact(q, gates, keys, scales) -> np.ndarray:
+    dots = np.einsum("mhd,nd->mhn", np.asarray(q, np.float64), np.asarray(keys, np.float64))
+    scores = np.einsum("mhn,mh->mn", np.maximum(dots, 0), np.asarray(gates, np.float64))
+    return scores if scales is None else scores * np.asarray(scales, np.float64)
+
+
+def paged(keys, scales, page: int, seed: int = 0):
+    """The same keys in pages in another order, among pages of NaN, and the table that finds them."""
+    num_keys = keys.shape[0]
+    pages = -(-num_keys // page)
+    table = np.random.default_rng(seed).permutation(pages + 3)[:pages].astype(np.int32)
+    filled = jnp.pad(keys.astype(jnp.float32), [(0, pages * page - num_keys), (0, 0)]).reshape(pages, page, -1)
+    key_pages = jnp.full((pages + 3, page, keys.shape[1]), jnp.nan).at[table].set(filled).astype(keys.dtype)
+    scale_pages = None
+    if scales is not None:
+        filled = jnp.pad(scales, [(0, pages * page - num_keys)]).reshape(pages, page)
+        scale_pages = jnp.full((pages + 3, page), jnp.nan).at[table].set(filled)
+    # An entry past the last page may hold anything.
+    return key_pages, scale_pages, jnp.asarray(np.append(table, np.int32(10**9)))
+
+
+@pytest.mark.parametrize("tile", TILES, ids=["one", "ahead", "wide"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_scores_are_right_within_the_windows(name, tile):
+    form, platform = FORMATS[name]
+    q, gates, keys, scales, ks, lengths = problem(form, rows=13, keys=205, heads=4, dim=32)
+    got = row_scores(q, gates, keys, scales, ks, lengths, platform=platform, tile=tile, interpret=True)
+    seen = in_window(ks, lengths, 205)
+    assert got.shape == (13, 205)
+    assert relative_error(np.asarray(got)[seen], exact(q, gates, keys, scales)[seen]) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8 of CUDA"])
+def test_paged_keys_give_the_bits_of_contiguous_ones(name):
+    form, platform = FORMATS[name]
+    q, gates, keys, scales, _, lengths = problem(form, rows=5, keys=100, heads=4, dim=32)
+    ks, lengths = jnp.zeros(5, jnp.int32), jnp.asarray([1, 60, 0, 99, 100], jnp.int32)
+    options = {"platform": platform, "tile": TILES[1], "interpret": True}
+    flat = np.asarray(row_scores(q, gates, keys, scales, ks, lengths, **options))
+    key_pages, scale_pages, table = paged(keys, scales, page=16)
+    got = np.asarray(paged_scores(q, gates, key_pages, scale_pages, table, lengths, **options))
+    seen = in_window(ks, lengths, 100)
+    assert got.shape == (5, 128)
+    np.testing.assert_array_equal(got[:, :100][seen], flat[seen])
+
+
+def test_a_key_of_nan_spoils_its_own_scores_alone():
+    q, gates, keys, scales, ks, lengths = problem(KeyFormat("bfloat16"), rows=8, keys=96, heads=4, dim=32)
+    options = {"platform": CPU, "tile": TILES[0], "interpret": True}
+    clean = np.asarray(row_scores(q, gates, keys, scales, ks, lengths, **options))
+    spoiled = np.asarray(row_scores(q, gates, keys.at[40].set(jnp.nan), scales, ks, lengths, **options))
+    seen = in_window(ks, lengths, 96)
+    assert np.isnan(spoiled[:, 40][seen[:, 40]]).all()
+    seen[:, 40] = False
+    np.testing.assert_array_equal(spoiled[seen], clean[seen])
+
+
+def test_shapes_the_kernel_cannot_run_are_refused_by_name():
+    q, gates, keys, scales, ks, lengths = problem(KeyFormat("bfloat16"), rows=8, keys=64, heads=4, dim=32)
+    with pytest.raises(ValueError, match="3 index heads"):
+        row_scores(q[:, :3], gates[:, :3], keys, scales, ks, lengths, platform=CPU)
+    with pytest.raises(ValueError, match="head dimension 24"):
+        row_scores(q[..., :24], gates, keys[:, :24], scales, ks, lengths, platform=CPU)
+    with pytest.raises(ValueError, match="keys is 48"):
+        ScoreTile(128, 48, 1, 4, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize("kind", ["bfloat16", "float8"])
+def test_on_a_gpu_a_row_has_the_same_right_bits_in_every_launch(kind, heads):
+    platform = platform_of(jax.devices()[0])
+    form = KeyFormat("bfloat16") if kind == "bfloat16" else KeyFormat.fp8(platform.arch)
+    q, gates, keys, scales, ks, lengths = problem(form, rows=48, keys=5003, heads=heads, dim=128)
+    got, seen = (
+        np.asarray(row_scores(q, gates, keys, scales, ks, lengths, platform=platform)),
+        in_window(ks, lengths, 5003),
+    )
+    assert relative_error(got[seen], exact(q, gates, keys, scales)[seen]) < 1e-5
+    for rows in (np.random.default_rng(1).permutation(48), np.arange(17, 30), np.array([33])):
+        part = np.asarray(row_scores(q[rows], gates[rows], keys, scales, ks[rows], lengths[rows], platform=platform))
+        np.testing.assert_array_equal(part[seen[rows]], got[rows][seen[rows]])
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_paged_keys_give_the_bits_of_contiguous_ones():
+    platform = platform_of(jax.devices()[0])
+    q, gates, keys, scales, *_ = problem(KeyFormat.fp8(platform.arch), rows=5, keys=3000, heads=32, dim=128)
+    ks, lengths = jnp.zeros(5, jnp.int32), jnp.asarray([1, 1000, 0, 2999, 3000], jnp.int32)
+    flat = np.asarray(row_scores(q, gates, keys, scales, ks, lengths, platform=platform))
+    key_pages, scale_pages, table = paged(keys, scales, page=64)
+    got = np.asarray(paged_scores(q, gates, key_pages, scale_pages, table, lengths, platform=platform))
+    seen = in_window(ks, lengths, 3000)
+    np.testing.assert_array_equal(got[:, :3000][seen], flat[seen])

@@ -219,8 +219,9 @@ def check_burst(replies: list[Reply], counts: dict[str, float]) -> list[str]:
         problems.append(f"{len(digits) - right} of {len(digits)} digits were read wrong")
     if compiles:
         problems.append(f"{compiles:.0f} programs were compiled after ready")
-    if lanes < 1.5:
-        problems.append(f"only {lanes:.2f} of {TP} lanes were filled on average")
+    if lanes <= 1:
+        # A call of one image, the burst's first arrival, may fill one lane; all of them may not.
+        problems.append(f"no ViT call filled more than one of {TP} lanes")
     if {r.model for r in replies if not r.error} != {"digits_vlm"}:
         problems.append(f"another model answered: {sorted({r.model for r in replies})}")
     if any(r.usage.get("prompt_tokens_details", {}).get("image_tokens", 0) < 1 for r in replies if not r.error):

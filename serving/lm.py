@@ -185,7 +185,7 @@ class LanguageModel:
             self._step(rows, requests, tile),
             self._samples(requests),
         )
-        return Program(name, fn, args, self.decoder.collectives(embeds=embeds, rows=rows, selection=selection))
+        return Program(name, fn, args, self.decoder.collectives(embeds=embeds, selection=selection))
 
     def extend_name(self, rows: int, selection: Selection) -> str:
         kind = "" if self.decoder.indexer is None else "/striped" if selection.stripe_rows else "/replicated"

@@ -59,7 +59,7 @@ class Decoder(Protocol):
         """Logits of step.last_rows (float32, whole vocabulary), the new caches, and the selections made."""
         ...
 
-    def collectives(self, *, embeds: bool, rows: int, selection: Selection) -> dict[str, int]:
+    def collectives(self, *, embeds: bool, selection: Selection) -> dict[str, int]:
         """StableHLO collectives of one pass. embeds: the pass looks its own tokens up."""
         ...
 

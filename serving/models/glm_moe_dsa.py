@@ -255,7 +255,7 @@ class GlmMoeDsaDecoder(nnx.Module):
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
         return logits_of(last, head.weight[...], self.shards), new_caches, selections
 
-    def collectives(self, *, embeds: bool, rows: int, selection: Selection) -> dict[str, int]:
+    def collectives(self, *, embeds: bool, selection: Selection) -> dict[str, int]:
         s, c = self.shards, self.config
         full = len(c.indexer.full_layers)
         striped = full if selection.stripe_rows is not None else 0

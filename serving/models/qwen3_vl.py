@@ -174,7 +174,7 @@ class Qwen3VLDecoder(nnx.Module):
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
         return logits_of(last, head.weight[...], self.shards), new_caches, []
 
-    def collectives(self, *, embeds: bool, rows: int, selection: Selection) -> dict[str, int]:
+    def collectives(self, *, embeds: bool, selection: Selection) -> dict[str, int]:
         s = self.shards
         counts = {
             "all_reduce": s.all_reduces(self.config.num_layers) + int(embeds and s.vocab),

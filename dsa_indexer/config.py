@@ -17,6 +17,9 @@ K_NORM_EPS = 1e-6
 # model_type -> whether the rotary pairs are (2j, 2j + 1) where config.json does not say.
 _INTERLEAVED = {"deepseek_v32": False, "glm_moe_dsa": True, "glm5_next": True}
 
+MODEL_TYPES = tuple(_INTERLEAVED)
+"""Whose config.json `IndexerConfig.from_hf` reads."""
+
 
 def _require_at_least(owner: str, name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:

@@ -1,7 +1,6 @@
 """Score and select for decode: a few rows a request, keys in the paged cache."""
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from dsa_indexer.chunks import LOGITS_BYTES, chunk_of, map_chunks
@@ -9,6 +8,7 @@ from dsa_indexer.key_cache import require_addressable
 from dsa_indexer.rows import unsettled
 from dsa_indexer.scores import columns_of, paged_scores
 from dsa_indexer.topk import NOTHING_FORCED, ForcedTokens, require_k, select_topk
+from vitstripe.platform import Platform
 
 
 def topk_paged(
@@ -22,6 +22,7 @@ def topk_paged(
     scale_pages: Float32[Array, "P page"] | None = None,
     forced: ForcedTokens = NOTHING_FORCED,
     logits_bytes: int = LOGITS_BYTES,
+    platform: Platform | None = None,
 ) -> Int32[Array, "B n k"]:
     """The k best keys of each of the n rows of B requests: 1 row to decode, more to verify speculated tokens.
 
@@ -31,8 +32,8 @@ def topk_paged(
     scale_pages: a factor for the scores of each key, where the keys are quantised.
 
     Returns request-relative positions, int32 [B, n, k], ascending, -1 after the last: the bits `topk_rows` gives for
-    the same keys laid out contiguously. Requests are scored one after another; key blocks past a request's longest row
-    are skipped.
+    the same keys laid out contiguously. Key blocks past a request's longest row are skipped.
+    platform: what it is compiled for, None for the first device; it chooses between kernels and plain XLA.
     """
     require_k(k)
     require_addressable(key_pages)
@@ -44,12 +45,12 @@ def topk_paged(
         return jnp.full_like(lengths, -1, shape=(num_requests, num_rows, k))
 
     def score_and_select(q: Array, gates: Array, page_table: Array, lengths: Array) -> Array:
-        def one(request) -> Array:
-            q, gates, pages, lengths = request
-            return paged_scores(q, gates, key_pages, scale_pages, pages, unsettled(lengths, k))
-
-        scores = lax.map(one, (q, gates, page_table, lengths)).reshape(-1, num_keys)
+        wanted = unsettled(lengths, k)
+        scores = paged_scores(q, gates, key_pages, scale_pages, page_table, wanted, platform=platform)
         flat = lengths.reshape(-1)
-        return select_topk(scores, jnp.zeros_like(flat), flat, k=k, forced=forced).reshape(-1, num_rows, k)
+        found = select_topk(
+            scores.reshape(-1, num_keys), jnp.zeros_like(flat), flat, k=k, forced=forced, platform=platform
+        )
+        return found.reshape(-1, num_rows, k)
 
     return map_chunks(score_and_select, chunk, q, gates, page_table, lengths)

@@ -3,6 +3,7 @@
 A model that calls the functions inside programs of its own lists those instead.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -24,7 +25,9 @@ from dsa_indexer.replicated import topk_rows
 from dsa_indexer.rows import RowBatch
 from dsa_indexer.sparse_mla import sparse_mla
 from dsa_indexer.striped import striped_topk_rows
+from dsa_indexer.tiles import runs_kernels
 from vitstripe import Program, require_auto_axis
+from vitstripe.platform import Platform, platform_of_mesh
 
 Module = TypeVar("Module", Indexer, PooledIndexer)
 
@@ -75,6 +78,7 @@ def programs(
     stripes: StripeConfig | None = None,
     latent: LatentShape | None = None,
     logits_bytes: int = LOGITS_BYTES,
+    platform: Platform | None = None,
 ) -> list[Program]:
     """One full layer's programs, all arguments replicated over the mesh.
 
@@ -90,10 +94,12 @@ def programs(
 
     dtype: of the parameters and hidden states. form: of queries and keys in the cache. cos and sin are None for a
     config without rotation. key_scales and scale_pages are None unless the keys are float8.
+    platform: what they are compiled for, None for that of the mesh.
     Raises ValueError if the mesh lacks the axis or the axis is not Auto.
     """
     form, stripes = form or KeyFormat(), stripes or StripeConfig()
     tp = require_auto_axis(mesh, axis)
+    platform = platform or platform_of_mesh(mesh)
     everywhere = NamedSharding(mesh, PartitionSpec())
 
     def array(*shape: int, dtype=jnp.int32) -> jax.ShapeDtypeStruct:
@@ -124,8 +130,17 @@ def programs(
         floats(num_keys) if form.is_fp8 else None,
         RowBatch(array(s.rows), array(s.rows)),
     )
-    options = {"k": k, "forced": config.forced, "logits_bytes": logits_bytes}
-    found.append(program("replicated", partial(topk_rows, **options), *batch))
+
+    def on_every_device(fn: Callable[..., Array]) -> Callable[..., Array]:
+        """The partitioner knows nothing of what happens inside a kernel, so it is not asked: each device runs its own.
+        The checker of varying axes knows as little."""
+        if tp == 1 or not runs_kernels(platform):
+            return fn
+        whole = PartitionSpec()
+        return jax.shard_map(fn, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+
+    options = {"k": k, "forced": config.forced, "logits_bytes": logits_bytes, "platform": platform}
+    found.append(program("replicated", on_every_device(partial(topk_rows, **options)), *batch))
     if tp > 1:
         striped = partial(striped_topk_rows, mesh=mesh, axis=axis, stripes=stripes, **options)
         found.append(program("striped", striped, *batch, collectives={_COLLECTIVES[stripes.merge]: 1}))
@@ -135,15 +150,15 @@ def programs(
 
     B, n = s.requests, s.rows_per_request
     step = (array(B, n, H, D, dtype=key_dtype), floats(B, n, H), pages, scale_pages)
-    found.append(program("paged", decode, *step, array(B, s.pages_per_request), array(B, n)))
+    found.append(program("paged", on_every_device(decode), *step, array(B, s.pages_per_request), array(B, n)))
     if config.pool is not None:
         found.append(program("expand", partial(expand_pools, pool=config.pool), array(s.rows, k), array(s.rows)))
     if latent is not None:
-        attend = partial(sparse_mla, scale=latent.scale, value_dim=latent.value_dim)
+        attend = partial(sparse_mla, scale=latent.scale, value_dim=latent.value_dim, platform=platform)
         q = array(s.rows, latent.heads, latent.width, dtype=dtype)
         slots = s.pages * s.page_size * (config.pool or 1)
         kv = array(slots, latent.width, dtype=dtype)
-        found.append(program("sparse_mla", attend, q, kv, array(s.rows, config.width)))
+        found.append(program("sparse_mla", on_every_device(attend), q, kv, array(s.rows, config.width)))
     return found
 
 

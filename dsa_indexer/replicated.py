@@ -7,6 +7,7 @@ from dsa_indexer.chunks import LOGITS_BYTES, chunk_of, map_chunks
 from dsa_indexer.rows import RowBatch, require_rows, unsettled
 from dsa_indexer.scores import ROW_TILE, columns_of, row_scores
 from dsa_indexer.topk import NOTHING_FORCED, ForcedTokens, require_k, select_topk, take_all
+from vitstripe.platform import Platform
 
 
 def topk_rows(
@@ -19,6 +20,7 @@ def topk_rows(
     k: int,
     forced: ForcedTokens = NOTHING_FORCED,
     logits_bytes: int = LOGITS_BYTES,
+    platform: Platform | None = None,
 ) -> Int32[Array, "M k"]:
     """The k best keys of each row within its window.
 
@@ -28,6 +30,7 @@ def topk_rows(
     A row of at most k keys takes them all and is not scored; where a chunk has only such rows, nothing is compared.
     forced: keys that every row takes before all others.
     logits_bytes: scores of at most this many bytes (but of 8 rows at least) are alive at once; rows go in chunks.
+    platform: what it is compiled for, None for the first device; it chooses between kernels and plain XLA.
     Raises ValueError for k or logits_bytes below 1 and for a RowBatch that does not fit M.
     """
     require_k(k)
@@ -41,7 +44,7 @@ def topk_rows(
         return take_all(rows.lengths, k)
 
     def score_and_select(q: Array, gates: Array, ks: Array, lengths: Array) -> Array:
-        scores = row_scores(q, gates, keys, key_scales, ks, unsettled(lengths, k))
-        return select_topk(scores, ks, lengths, k=k, forced=forced)
+        scores = row_scores(q, gates, keys, key_scales, ks, unsettled(lengths, k), platform=platform)
+        return select_topk(scores, ks, lengths, k=k, forced=forced, platform=platform)
 
     return map_chunks(score_and_select, chunk, q, gates, rows.ks, rows.lengths)

@@ -80,6 +80,39 @@ class SelectTile:
             raise ValueError(f"SelectTile.repair_rows is {self.repair_rows}; it must be at least 1")
 
 
+@dataclass(frozen=True)
+class SparseTile:
+    """What a program of the sparse attention kernel holds.
+
+    heads: query heads of one row. keys: selected keys of a block. warps: of 32 lanes on CUDA, 64 on ROCm. stages: depth
+    of the software pipeline. columns: values summed by one product. keys_first: keys are the first operand of the
+    scores and heads the second. behind: a block's values are gathered anew and summed while the next block is scored;
+    the two products of a block are then no chain, which the compiler would give to half of the warps twice. programs:
+    a launch of fewer rows than this cuts each row's selection into parts, of least_blocks blocks or more.
+    Raises ValueError for sizes the kernel cannot run.
+    """
+
+    heads: int
+    keys: int
+    warps: int
+    stages: int
+    columns: int = 512
+    keys_first: bool = False
+    behind: bool = False
+    programs: int = 128
+    least_blocks: int = 4
+
+    def __post_init__(self):
+        _require_powers_of_two(self, "heads", "keys", "columns")
+        _require_warps(self, "warps")
+        for name in ("heads", "keys", "columns"):
+            if getattr(self, name) < 16:
+                raise ValueError(f"SparseTile.{name} is {getattr(self, name)}; matrix instructions take 16 at least")
+        for name in ("stages", "programs", "least_blocks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"SparseTile.{name} is {getattr(self, name)}; it must be at least 1")
+
+
 _SCORES = {
     "gfx942": ScoreTile(columns=128, keys=64, run=64, warps=4, stages=1),
     "gfx950": ScoreTile(columns=128, keys=64, run=64, warps=4, stages=1),
@@ -96,6 +129,26 @@ _SELECT = {
     "sm90": SelectTile(sample=8192, read=2048, guess_warps=8, warps=4, pick_warps=4),
     "default": SelectTile(sample=8192, read=2048, guess_warps=8, warps=4, pick_warps=8),
 }
+
+_SPARSE = {
+    # The queries stay in registers there, and those of 16 heads leave room for the rest.
+    "gfx942": SparseTile(heads=16, keys=32, warps=4, stages=1, columns=128, keys_first=True),
+    "gfx950": SparseTile(heads=16, keys=32, warps=4, stages=1, columns=128, keys_first=True),
+    "sm90": SparseTile(heads=64, keys=32, warps=8, stages=2, columns=256, behind=True, least_blocks=2),
+    "default": SparseTile(heads=16, keys=32, warps=4, stages=1, columns=128, keys_first=True),
+}
+_SPARSE_OF_FEW_HEADS = {"sm90": SparseTile(heads=16, keys=64, warps=4, stages=2, programs=256)}
+_FEW_HEADS = 32
+
+
+def runs_kernels(platform: Platform) -> bool:
+    """Whether kernels are compiled for this platform at all."""
+    return platform.kind in ("cuda", "rocm")
+
+
+def has_tiles(platform: Platform) -> bool:
+    """Whether the tables name this architecture, instead of giving it what suits any."""
+    return tile_key(platform) != "default"
 
 
 def tile_key(platform: Platform) -> str:
@@ -114,3 +167,9 @@ def score_tile(platform: Platform, *, is_float8: bool) -> ScoreTile:
 def select_tile(platform: Platform) -> SelectTile:
     """The tile of the selection kernels."""
     return _SELECT[tile_key(platform)]
+
+
+def sparse_tile(platform: Platform, *, heads: int) -> SparseTile:
+    """The tile of the sparse attention kernel for that many heads on a device."""
+    key = tile_key(platform)
+    return _SPARSE_OF_FEW_HEADS[key] if heads <= _FEW_HEADS and key in _SPARSE_OF_FEW_HEADS else _SPARSE[key]

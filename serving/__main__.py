@@ -6,8 +6,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 
 import jax
@@ -15,12 +16,27 @@ import uvicorn
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from serving import doctor
+from serving import doctor, logs
 from serving.api.app import create_app
-from serving.chat import ChatTemplate
-from serving.cli import DEMO_FOLDER, UsageError, encoder_config, engine_config, limits, parser
+from serving.api.fetch import Fetcher
+from serving.api.listen import server_config
+from serving.chat import ChatTemplate, choose_parsers
+from serving.cli import (
+    DEMO_FOLDER,
+    UsageError,
+    arguments,
+    encoder_config,
+    engine_config,
+    image_hosts,
+    keys,
+    limits,
+    profiler,
+)
 from serving.config import EngineConfig
+from serving.engine import Engine
+from serving.exits import Exit
 from serving.handle import EngineHandle
+from serving.heartbeat import Watchdog
 from serving.load import Advance, Start, has_images, load_engine
 from serving.metrics import Metrics
 from serving.tokenizer import Tokenizer
@@ -29,8 +45,10 @@ from vitbatch.checkpoint import image_processor
 from vitstripe.checkpoint import Checkpoint
 from vitstripe.mesh import make_mesh
 from vitstripe.platform import platform_of
+from vitstripe.selftest import CollectiveHang
 
 console = Console(stderr=True)
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def _bars(handle: EngineHandle):
@@ -48,7 +66,7 @@ def _bars(handle: EngineHandle):
         )
         handle.set_detail(name)
         began = time.perf_counter()
-        with Progress(*columns, console=console, transient=True) as progress:
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
             task = progress.add_task(name, total=None, what="")
 
             def advance(done: int, total: int, what: str) -> None:
@@ -59,6 +77,10 @@ def _bars(handle: EngineHandle):
         console.print(f"  {name:<18} {time.perf_counter() - began:6.1f} s", highlight=False)
 
     return stage
+
+
+def _memory(device: jax.Device) -> Mapping[str, int]:
+    return device.memory_stats() or {}
 
 
 def _start(
@@ -72,7 +94,14 @@ def _start(
     guard = CompileGuard(metrics.compile)
     mesh = make_mesh(config.tp)
     device = platform_of(mesh.devices.flat[0])
+    for one in mesh.devices.flat:
+        if one.memory_stats():  # a CPU has none
+            metrics.watch_memory(str(one.id), partial(_memory, one))
     console.print(f"{handle.model_name} on {config.tp} x {device.name} ({device.kind})", highlight=False)
+    for finding in doctor.find_here():
+        if finding.level != "note":
+            logging.getLogger("serving").warning("%s: %s", finding.level, finding.text)
+    doctor.check_collective(mesh)
     start = load_engine(
         checkpoint,
         mesh,
@@ -86,7 +115,21 @@ def _start(
         on_death=on_death,
     )
     handle.set_engine(start.engine)
+    _watch(start.engine, config.step_seconds)
     return start
+
+
+def _watch(engine: Engine, limit: float) -> None:
+    """Ends the process when a device call does not come back."""
+
+    def tell(detail: str) -> None:
+        print(f"error: {detail}", file=sys.stderr, flush=True)
+        engine.stop(detail)
+
+    def leave() -> None:
+        os._exit(Exit.WATCHDOG)
+
+    Watchdog(engine.heartbeat, limit=limit, pulse=engine.pulse, on_hang=tell, leave=leave).start()
 
 
 class _Server(uvicorn.Server):
@@ -127,12 +170,11 @@ def _listen(host: str, port: int) -> socket.socket:
 def _serve(argv: Sequence[str] | None) -> int:
     if list(sys.argv[1:] if argv is None else argv) == ["doctor"]:
         return doctor.main()
-    args = parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    # The engine and the HTTP side log one line a request; jax, orbax and absl would drown them.
-    for name in ("jax", "absl", "orbax", "uvicorn.access"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    args = arguments(sys.argv[1:] if argv is None else argv)
+    logs.to_stderr()
     jax.config.update("jax_num_cpu_devices", max(args.tp, 1))
+    if prepared := doctor.prepare_environment(os.environ):
+        logging.getLogger("serving").warning(prepared)
 
     checkpoint = Checkpoint(DEMO_FOLDER if args.model == "demo" else args.model)
     config, images = engine_config(args, checkpoint.config), encoder_config(args)
@@ -145,22 +187,45 @@ def _serve(argv: Sequence[str] | None) -> int:
         max_model_len=config.max_model_len,
         eos_ids=tokenizer.eos_ids,
     )
-    metrics = Metrics()
-    app = create_app(handle, tokenizer, template, processor, limits(args), metrics)
+    access = keys(args, os.environ)
+    if not access.api and args.host not in _LOOPBACK:
+        logging.getLogger("serving").warning("%s is reached from other machines and no API key is set", args.host)
+    metrics = Metrics(handle.model_name)
+    bounds, hosts = limits(args), image_hosts(args)
+    fetcher = None if hosts is None else Fetcher(hosts, max_bytes=bounds.max_image_bytes, observe=metrics.image_fetch)
+    app = create_app(
+        handle,
+        tokenizer,
+        template,
+        processor,
+        bounds,
+        metrics,
+        fetcher=fetcher,
+        parsers=choose_parsers(template, checkpoint.config, tools=args.tool_parser, reasoning=args.reasoning_parser),
+        keys=access,
+        profiler=profiler(args),
+    )
     listener = _listen(args.host, args.port)
-    server = _Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5))
+    server = _Server(server_config(app, bounds))
     server.on_stop = lambda: handle.drain(args.drain_seconds)
     failures: list[str] = []
+    codes: list[Exit] = []
+    hung = threading.Event()
 
-    def fail(detail: str) -> None:
+    def fail(detail: str, code: Exit = Exit.FAILED) -> None:
         failures.append(detail)
+        codes.append(code)
         handle.fail(detail)
         server.should_exit = True
 
     def load() -> None:
         began = time.perf_counter()
+        lost = partial(fail, code=Exit.DEVICE_LOST)
         try:
-            start = _start(checkpoint, config, images, handle, metrics, fail)
+            start = _start(checkpoint, config, images, handle, metrics, lost)
+        except CollectiveHang as error:
+            hung.set()
+            return lost(str(error))
         except (ValueError, RuntimeError) as error:
             return fail(str(error))
         except Exception as error:
@@ -180,22 +245,27 @@ def _serve(argv: Sequence[str] | None) -> int:
     server.run(sockets=[listener])
     if server.cut:
         failures.append(f"{server.cut} request(s) were still running after {args.drain_seconds:g} s and were ended")
+        codes.append(Exit.DRAIN_TIMED_OUT)
+    elif server.force_exit and handle.is_computing():
+        failures.append("a second signal ended the server before its requests were done")
+        codes.append(Exit.DRAIN_TIMED_OUT)
+    code = codes[0] if codes else Exit.DRAINED
     for failure in failures:
         print(f"error: {failure}", file=sys.stderr)
-    if loader.is_alive() or handle.is_computing():
+    if loader.is_alive() or handle.is_computing() or hung.is_set():
         # A thread inside XLA cannot be stopped, and the interpreter must not take itself down around it.
         sys.stderr.flush()
-        os._exit(1 if failures else 0)
-    return 1 if failures else 0
+        os._exit(code)
+    return code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the server; the exit code is 0 after an orderly end. A user's mistake is one line, not a stack trace."""
+    """Runs the server and returns an Exit. A user's mistake is one line, not a stack trace."""
     try:
         return _serve(argv)
     except (ValueError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return Exit.USAGE
 
 
 if __name__ == "__main__":

@@ -6,19 +6,38 @@ import numpy as np
 
 from serving.config import ROW_TILE, EngineConfig
 from serving.models.step import Step
-from serving.sampling import SampleArgs
+from serving.protocol import SamplingParams
+from serving.sampling import NOT_SEATED, SampleArgs
 from serving.scheduler import Chunk
-from serving.sequence import Sequence
+from serving.sequence import NO_SEAT, Sequence
 
 
 def samples_of(seqs: Seq[Sequence], size: int) -> SampleArgs:
     """Sampling arguments of the first len(seqs) of `size` requests; the rest are greedy and ignored."""
-    temperature, top_p = np.zeros(size, np.float32), np.ones(size, np.float32)
-    seed, index = np.zeros(size, np.uint32), np.zeros(size, np.int32)
-    for r, seq in enumerate(seqs):
-        params = seq.submission.params
-        temperature[r], top_p[r], seed[r], index[r] = params.temperature, params.top_p, seq.seed, seq.generated
-    return SampleArgs(temperature=temperature, top_p=top_p, seed=seed, index=index)
+    seats = [s.seat if s.submission.params.shapes_logits else NOT_SEATED for s in seqs]
+    return SampleArgs.stack([s.sampling for s in seqs], [s.generated for s in seqs], seats, size)
+
+
+def samples_after(chunks: Seq[Chunk], size: int) -> SampleArgs:
+    """Sampling arguments of a prefill pass. What is drawn after a chunk that does not end its prompt is not used: it
+    must not be counted as generated, and nobody asks for its log-probabilities."""
+    drawn = [c if c.finishes_prompt else None for c in chunks]
+    rows = [c.seq.sampling if c else _UNUSED for c in drawn]
+    seats = [c.seq.seat if c and c.seq.submission.params.shapes_logits else NOT_SEATED for c in drawn]
+    return SampleArgs.stack(rows, [c.seq.generated for c in chunks], seats, size)
+
+
+def following_tokens(chunks: Seq[Chunk], rows: int) -> np.ndarray:
+    """The token after each row of a prefill pass, int32 [rows]; 0 where there is none, or it is not known yet."""
+    following, at = np.zeros(rows, np.int32), 0
+    for chunk in chunks:
+        tokens = chunk.seq.tokens[chunk.start + 1 : chunk.stop + 1]
+        following[at : at + len(tokens)] = tokens
+        at += chunk.rows
+    return following
+
+
+_UNUSED = SampleArgs.rows(SamplingParams(1, temperature=0.0), 0)
 
 
 class Packer:
@@ -30,12 +49,12 @@ class Packer:
 
     def _slots(self, seq: Sequence, start: int, stop: int) -> np.ndarray:
         at, size = np.arange(start, stop), self.config.page_size
-        return np.asarray(seq.pages, np.int32)[at // size] * size + at % size
+        return seq.table[at // size] * size + at % size
 
     def _table(self, seqs: Seq[Sequence], size: int) -> np.ndarray:
         table = np.zeros((size, self.config.pages_per_seq), np.int32)
         for r, seq in enumerate(seqs):
-            table[r, : len(seq.pages)] = seq.pages
+            table[r, : seq.page_count] = seq.table
         return table
 
     def extend(self, chunks: Seq[Chunk], rows: int) -> tuple[np.ndarray, np.ndarray, Step]:
@@ -59,7 +78,7 @@ class Packer:
             last[r] = here.stop - 1
             if keys:
                 used = -(-stop // self.config.page_size)
-                key_pages[key_at : key_at + used] = seq.pages[:used]
+                key_pages[key_at : key_at + used] = seq.table[:used]
                 starts[at : at + chunk.rows] = key_at * self.config.page_size
                 key_at += used
             at += chunk.rows
@@ -67,16 +86,21 @@ class Packer:
         step = Step(positions, slots, lengths, tiles, table, last, key_pages, starts)
         return ids, pool_index, step
 
-    def decode(self, seqs: Seq[Sequence], size: int) -> tuple[np.ndarray, Step]:
-        """(ids [size], Step) of a decode pass: each sequence's last token."""
-        ids, positions = np.zeros(size, np.int32), np.zeros((3, size), np.int32)
-        slots, lengths = np.full(size, self.drop_slot, np.int32), np.zeros(size, np.int32)
-        for r, seq in enumerate(seqs):
-            end = len(seq.tokens)
-            ids[r], lengths[r] = seq.tokens[-1], end
-            positions[:, r] = seq.positions_of(end - 1, end)[:, 0]
-            slots[r] = self._slots(seq, end - 1, end)[0]
-        every, none = np.arange(size, dtype=np.int32), np.zeros(0, np.int32)
+    def decode(self, seqs: Seq[Sequence], size: int) -> Step:
+        """The decode pass of each sequence's last token, which is one of its answer."""
+        lengths = np.zeros(size, np.int32)
+        slots, positions = np.full(size, self.drop_slot, np.int32), np.zeros(size, np.int32)
+        here, page_size = slice(len(seqs)), self.config.page_size
+        lengths[here] = [s.length for s in seqs]
+        at = lengths[here] - 1
+        positions[here] = at + np.array([s.delta for s in seqs], np.int32)
         table = self._table(seqs, size)
-        step = Step(positions, slots, lengths, every, table, every, none, none)
-        return ids, step
+        slots[here] = table[np.arange(len(seqs)), at // page_size] * page_size + at % page_size
+        every, none = np.arange(size, dtype=np.int32), np.zeros(0, np.int32)
+        return Step(np.tile(positions, (3, 1)), slots, lengths, every, table, every, none, none)
+
+    def seats(self, seqs: Seq[Sequence | None], size: int) -> np.ndarray:
+        """The seat of each request, int32 [size]; one past the last for None and for padding."""
+        seats = np.full(size, NO_SEAT, np.int32)
+        seats[: len(seqs)] = [NO_SEAT if s is None else s.seat for s in seqs]
+        return np.where(seats == NO_SEAT, self.config.max_seqs, seats).astype(np.int32)

@@ -1,13 +1,20 @@
 """The command line: flags -> settings, with errors a person understands."""
 
 import argparse
+import difflib
 import json
+import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from serving.api.keys import Keys
 from serving.api.limits import Limits
+from serving.api.remote import ImageHosts
+from serving.chat import REASONING_PARSERS, TOOL_PARSERS
 from serving.config import EngineConfig
 from serving.models.config import text_config
+from serving.profiling import Profiler
 from vitbatch import EncoderConfig
 
 DEMO_FOLDER = Path(__file__).parent / "assets" / "digits_vlm"
@@ -26,26 +33,103 @@ class UsageError(ValueError):
     """A flag's value cannot be used; the text says which and why."""
 
 
+_EPILOG = """\
+examples:
+  python -m serving --model demo --tp 2                      the embedded digit reader on two (host) devices
+  python -m serving --model ./Qwen3-VL-8B --max-seqs 64 --api-key-file keys.txt
+  python -m serving --config server.toml --port 8001         flags from a file, one of them replaced
+  python -m serving doctor                                   what this machine has, and what does not fit
+
+then:
+  curl -s localhost:8000/ready
+  curl -s localhost:8000/openapi.json                        every route, its fields and its limits
+"""
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Defaults where there are any; the examples as they are written."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is argparse.SUPPRESS:
+            return action.help
+        return super()._get_help_string(action)
+
+
+def arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """The flags of a command line and of the file that it names.
+
+    Raises:
+        UsageError: the file cannot be used, or no model is named.
+    """
+    p = parser()
+    args = p.parse_args(argv)
+    if args.config is not None:
+        args = p.parse_args([*_file_flags(args.config, p), *argv])
+    if args.model is None:
+        raise UsageError("no --model is given; name a checkpoint folder, or 'demo' for the embedded digit reader")
+    return args
+
+
+def _file_flags(file: str, p: argparse.ArgumentParser) -> list[str]:
+    """The flags in a TOML file, as a command line would have them."""
+    try:
+        settings = tomllib.loads(Path(file).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"--config {file}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeError) as error:
+        raise UsageError(f"--config {file}: not readable as TOML ({error})") from error
+    actions = {action.option_strings[0].removeprefix("--"): action for action in p._actions if action.option_strings}
+    known = actions.keys() - {"config", "-h"}
+    flags: list[str] = []
+    for key, value in settings.items():
+        name = key.replace("_", "-")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1, cutoff=0.0)
+            raise UsageError(f"--config {file}: {key!r} is not a setting; the nearest one is {near[0]!r}")
+        flags += _flag(name, value, actions[name], file)
+    return flags
+
+
+def _flag(name: str, value: Any, action: argparse.Action, file: str) -> list[str]:
+    if isinstance(action, argparse.BooleanOptionalAction):
+        if not isinstance(value, bool):
+            raise UsageError(f"--config {file}: {name} is {value!r}; it must be true or false")
+        return [f"--{name}" if value else f"--no-{name}"]
+    if isinstance(value, dict):  # the flags that take JSON
+        return [f"--{name}={json.dumps(value)}"]
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise UsageError(f"--config {file}: {name} is {value!r}; it must be a text or a number")
+    return [f"--{name}={value}"]
+
+
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m serving",
+        usage="python -m serving --model PATH [flags]\n       python -m serving doctor",
         description="Serves a vision-language or text checkpoint over an OpenAI-compatible HTTP API.",
-        epilog="example: python -m serving --model demo --tp 2 --port 8000   then: curl -s localhost:8000/ready   "
-        "`python -m serving doctor` says what this machine has.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        epilog=_EPILOG,
+        formatter_class=_Help,
+        allow_abbrev=False,
+    )
+    p.add_argument(
+        "--config",
+        metavar="FILE",
+        help="TOML file of flags without their dashes, e.g. `max-seqs = 64`; flags on the command line win "
+        "(default: none)",
     )
     p.add_argument(
         "--model",
-        required=True,
         metavar="PATH",
         help="checkpoint folder (Hugging Face or Orbax), or 'demo' for the embedded digit reader",
     )
     p.add_argument("--served-model-name", metavar="NAME", help="name in the API (default: the folder's name)")
     p.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    p.add_argument("--port", type=int, default=8000, help="port to listen on")
+    p.add_argument("--port", metavar="PORT", type=int, default=8000, help="port to listen on")
 
     g = p.add_argument_group("devices")
-    g.add_argument("--tp", type=int, default=1, help="devices to spread the model over; on a CPU they are made")
+    g.add_argument(
+        "--tp", metavar="DEVICES", type=int, default=1, help="devices to spread the model over; on a CPU they are made"
+    )
     g.add_argument(
         "--dp-encoder",
         action=argparse.BooleanOptionalAction,
@@ -58,7 +142,7 @@ def parser() -> argparse.ArgumentParser:
         default=True,
         help="let each device select keys for its own stripes of the rows (sparse-attention models, tp > 1)",
     )
-    g.add_argument("--stripe-rows", type=int, default=64, help="rows a stripe")
+    g.add_argument("--stripe-rows", metavar="ROWS", type=int, default=64, help="rows a stripe")
     g.add_argument("--merge", choices=("pmax", "all_gather"), default="pmax", help="how the stripes are put together")
     g.add_argument(
         "--stripe-min-keys",
@@ -75,15 +159,32 @@ def parser() -> argparse.ArgumentParser:
         metavar="TOKENS",
         help=f"longest prompt and answer together (default: the checkpoint's limit, at most {_DEFAULT_CONTEXT})",
     )
-    g.add_argument("--max-seqs", type=int, default=16, help="requests computed at once")
-    g.add_argument("--max-queue", type=int, default=256, help="requests that may wait; more get 503")
-    g.add_argument("--prefill-tokens", type=int, default=512, help="prompt tokens computed in one pass")
-    g.add_argument("--page-size", type=int, default=64, help="tokens a cache page")
+    g.add_argument("--max-seqs", metavar="REQUESTS", type=int, default=16, help="requests computed at once")
+    g.add_argument(
+        "--max-queue", metavar="REQUESTS", type=int, default=256, help="requests that may wait; more get 429"
+    )
+    g.add_argument(
+        "--max-queue-tokens",
+        type=int,
+        metavar="TOKENS",
+        help="prompt tokens that may wait; more get 429 (default: half of --max-queue requests of full length)",
+    )
+    g.add_argument(
+        "--prefill-tokens", metavar="TOKENS", type=int, default=512, help="prompt tokens computed in one pass"
+    )
+    g.add_argument("--page-size", metavar="TOKENS", type=int, default=64, help="tokens a cache page")
     g.add_argument(
         "--cache-tokens",
         type=int,
         metavar="TOKENS",
         help="tokens the paged cache holds (default: what fits in free device memory)",
+    )
+
+    g.add_argument(
+        "--prefix-cache",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="keep cache pages for requests that begin alike, images included",
     )
 
     g = p.add_argument_group("images")
@@ -102,8 +203,64 @@ def parser() -> argparse.ArgumentParser:
         default="auto",
         help="whether images of several requests share an encoder call; auto follows the platform",
     )
+    g.add_argument(
+        "--image-hosts",
+        metavar="HOSTS",
+        help="hosts that images may be fetched from, e.g. 'img.example,cdn.example:8443' (default: none; images come "
+        "as data URIs)",
+    )
+    g = p.add_argument_group("answers")
+    g.add_argument(
+        "--tool-parser",
+        choices=TOOL_PARSERS,
+        default="auto",
+        help="how the model writes tool calls; auto: as its chat template shows, or else by its family",
+    )
+    g.add_argument(
+        "--reasoning-parser",
+        choices=REASONING_PARSERS,
+        default="auto",
+        help="whether <think> blocks become reasoning_content; auto: where the chat template knows them",
+    )
+
+    g = p.add_argument_group(
+        "access", "Keys are sent as `Authorization: Bearer KEY`. /health, /ready and /metrics are open to everybody."
+    )
+    g.add_argument(
+        "--api-key-file",
+        metavar="FILE",
+        help="API keys, one a line; any of them opens the model (default: none needed; or VITSTRIPE_API_KEY)",
+    )
+    g.add_argument(
+        "--api-key", metavar="KEY", help="the same, but other users of this machine see it in the list of processes"
+    )
+    g.add_argument(
+        "--admin-key-file",
+        metavar="FILE",
+        help="another key, for the routes that control the server, /start_profile and the like, which are closed "
+        "without one (default: none; or VITSTRIPE_ADMIN_KEY)",
+    )
+    g.add_argument("--admin-key", metavar="KEY", help="the same, as seen by other users")
+
+    g = p.add_argument_group("profiling")
+    g.add_argument(
+        "--profile-dir", metavar="FOLDER", help="where /start_profile writes its traces (default: no traces are made)"
+    )
+    g.add_argument(
+        "--profile-seconds", metavar="SECONDS", type=float, default=60.0, help="a trace ends by itself after this time"
+    )
+
     g = p.add_argument_group("shutdown")
-    g.add_argument("--drain-seconds", type=float, default=30.0, help="time running requests get on shutdown")
+    g.add_argument(
+        "--step-seconds",
+        metavar="SECONDS",
+        type=float,
+        default=300.0,
+        help="a device call that takes longer ends the server",
+    )
+    g.add_argument(
+        "--drain-seconds", metavar="SECONDS", type=float, default=30.0, help="time running requests get on shutdown"
+    )
     return p
 
 
@@ -141,6 +298,39 @@ def limits(args: argparse.Namespace) -> Limits:
     return Limits(max_images=_whole_number(image, f"{flag} image"))
 
 
+def image_hosts(args: argparse.Namespace) -> ImageHosts | None:
+    """None: nothing is fetched."""
+    if args.image_hosts is None:
+        return None
+    try:
+        return ImageHosts.parse(args.image_hosts)
+    except ValueError as error:
+        raise UsageError(f"--image-hosts: {error}") from error
+
+
+def keys(args: argparse.Namespace, environ: Mapping[str, str]) -> Keys:
+    try:
+        return Keys.read(
+            environ,
+            api=args.api_key,
+            api_file=args.api_key_file,
+            admin=args.admin_key,
+            admin_file=args.admin_key_file,
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def profiler(args: argparse.Namespace) -> Profiler | None:
+    """None: no traces are made."""
+    if args.profile_dir is None:
+        return None
+    try:
+        return Profiler(args.profile_dir, limit=args.profile_seconds)
+    except ValueError as error:
+        raise UsageError(f"--profile-dir: {error}") from error
+
+
 def engine_config(args: argparse.Namespace, checkpoint_config: dict[str, Any]) -> EngineConfig:
     own = text_config(checkpoint_config).get("max_position_embeddings")
     own = own if isinstance(own, int) and own > 0 else _DEFAULT_CONTEXT
@@ -155,7 +345,10 @@ def engine_config(args: argparse.Namespace, checkpoint_config: dict[str, Any]) -
             max_seqs=args.max_seqs,
             prefill_tokens=args.prefill_tokens,
             cache_tokens=args.cache_tokens,
+            prefix_cache=args.prefix_cache,
             max_queue=args.max_queue,
+            max_queue_tokens=args.max_queue_tokens,
+            step_seconds=args.step_seconds,
             dp_encoder=args.dp_encoder,
             indexer_stripes=args.indexer_stripes,
             stripe_rows=args.stripe_rows,

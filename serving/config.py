@@ -12,10 +12,13 @@ class EngineConfig:
 
     tp: devices on the mesh axis. max_model_len: tokens a request may hold, prompt and answer. page_size: tokens a cache
     page. max_seqs: requests computed at once. prefill_tokens: most rows of one prefill pass. cache_tokens: tokens the
-    paged cache holds (None: from free device memory, or max_seqs * max_model_len on a CPU). max_queue: requests that
-    may wait. dp_encoder: deal images over the mesh. indexer_stripes: stripe the indexer's rows. stripe_rows: rows a
-    stripe. merge: how stripes are put together. stripe_min_keys: mean keys a row from which a pass is striped (None:
-    by merge and link). max_held_image_bytes: prepared pixels that all requests together may hold on the host.
+    paged cache holds (None: from free device memory, or max_seqs * max_model_len on a CPU). prefix_cache: keep the
+    pages of what was computed for requests that begin alike. max_queue: requests that may wait. max_queue_tokens:
+    prompt tokens that may wait (None: half of max_queue requests of full length). step_seconds: a device call that
+    takes longer is taken for dead. dp_encoder: deal images over the mesh. indexer_stripes: stripe the indexer's rows.
+    stripe_rows: rows a stripe. merge: how stripes are put together. stripe_min_keys: mean keys a row from which a pass
+    is striped (None: by merge and link). max_held_image_bytes: prepared pixels that all requests together may hold on
+    the host.
     """
 
     tp: int = 1
@@ -24,7 +27,10 @@ class EngineConfig:
     max_seqs: int = 16
     prefill_tokens: int = 512
     cache_tokens: int | None = None
+    prefix_cache: bool = True
     max_queue: int = 256
+    max_queue_tokens: int | None = None
+    step_seconds: float = 300.0
     dp_encoder: bool = True
     indexer_stripes: bool = True
     stripe_rows: int = 64
@@ -44,10 +50,19 @@ class EngineConfig:
                 f"cache_tokens is {self.cache_tokens}, less than max_model_len {self.max_model_len}: "
                 f"one request could never finish"
             )
+        if self.max_queue_tokens is not None and self.max_queue_tokens < 1:
+            raise ValueError(f"max_queue_tokens is {self.max_queue_tokens}; it must be at least 1")
+        if not 0 < self.step_seconds < float("inf"):
+            raise ValueError(f"step_seconds is {self.step_seconds}; it must be a positive number of seconds")
         if self.stripe_min_keys is not None and self.stripe_min_keys < 0:
             raise ValueError(f"stripe_min_keys is {self.stripe_min_keys}; it must not be negative")
         if self.merge not in ("pmax", "all_gather"):
             raise ValueError(f"merge is {self.merge!r}; it must be 'pmax' or 'all_gather'")
+
+    @property
+    def queue_tokens(self) -> int:
+        """Prompt tokens that may wait; one request may always, however long."""
+        return self.max_queue_tokens or max(1, self.max_queue // 2) * self.max_model_len
 
     @property
     def pages_per_seq(self) -> int:

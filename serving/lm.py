@@ -5,6 +5,7 @@ over packed rows of several requests; `decode` looks up and runs one token a req
 ahead of time and held as `Compiled`, which raises on a mismatch instead of compiling again.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,16 +14,35 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from serving.config import ROW_TILE, EngineConfig
 from serving.models.decoder import CacheArray, Decoder, Selection
 from serving.models.step import Step
-from serving.sampling import SampleArgs, sample
+from serving.sampling import SampleArgs, Seats, fill_seat, greedy, sample, score
 from vitstripe.checkpoint import abstract_state
+from vitstripe.platform import Platform, platform_of_mesh
 from vitstripe.program import Program
 
 REPLICATED = PartitionSpec()
+SCORE_ROWS = 64
+"""Prompt rows whose logits over the vocabulary are held at one time while a prompt is scored."""
+SEAT_COLUMNS = 1024
+"""Columns of a seat that one call fills."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PassOutput:
+    """What a pass gives: float32 logits [R, V], caches to be used from now on; if it draws also the next tokens and
+    seats; and of a prefill pass its hidden rows [T, D] and, if kept, each full layer's [T, k] selection."""
+
+    sampled: Any
+    logits: Any
+    caches: Any
+    seats: Any
+    hidden: Any = None
+    selections: Any = None
 
 
 @dataclass(frozen=True)
@@ -38,24 +58,44 @@ class LanguageModel:
     """Programs over one decoder's state. Owns no arrays but the state; caches are passed in and donated."""
 
     def __init__(
-        self, graphdef: Any, abstract: nnx.State, mesh: Mesh, config: EngineConfig, shapes: LmShapes, axis: str = "tp"
+        self,
+        graphdef: Any,
+        abstract: nnx.State,
+        mesh: Mesh | AbstractMesh,
+        config: EngineConfig,
+        shapes: LmShapes,
+        axis: str = "tp",
+        platform: Platform | None = None,
     ):
+        """platform: what the programs are compiled for, None for that of the mesh."""
         self.mesh, self.config, self.shapes, self.axis = mesh, config, shapes, axis
-        self.graphdef, self.abstract = graphdef, abstract_state(abstract, mesh, axis)
+        self.platform = platform or platform_of_mesh(mesh)
+        # Programs take the weights as a flat tuple: a state of 400 arrays takes milliseconds to flatten at every call.
+        leaves, self._tree = jax.tree.flatten(abstract_state(abstract, mesh, axis))
+        self._graphdef, self.weights = graphdef, tuple(leaves)
         self.decoder: Decoder = nnx.merge(graphdef, abstract)
         self.dtype = next(
             v.get_value().dtype for p, v in nnx.to_flat_state(abstract) if "embed_tokens" in [str(x) for x in p]
         )
+
+    def _module(self, weights: tuple[Any, ...]) -> Any:
+        return nnx.merge(self._graphdef, jax.tree.unflatten(self._tree, weights))
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        # The addresses of a pass differ from those of the last one, and then a CUDA graph of its hundreds of kernels is
+        # rewritten while the device waits: a decode step of 12.9 ms became one of 15.0 (H200, Qwen3-VL-8B's shape).
+        return {"xla_gpu_enable_command_buffer": ""} if self.platform.kind == "cuda" else {}
 
     # -- sizes
 
     @property
     def selections(self) -> tuple[Selection, ...]:
         """The ways the indexer may run in a prefill pass: replicated, and striped where the mesh has devices for it."""
-        plain = Selection(None)
+        plain = Selection(None, platform=self.platform)
         if self.decoder.indexer is None or not self.config.indexer_stripes or self.config.tp == 1:
             return (plain,)
-        return (plain, Selection(self.config.stripe_rows, self.config.merge))
+        return (plain, Selection(self.config.stripe_rows, self.config.merge, self.platform))
 
     @property
     def gather_pages(self) -> int:
@@ -111,12 +151,19 @@ class LanguageModel:
         )
 
     def _samples(self, requests: int) -> SampleArgs:
-        return SampleArgs(
-            temperature=self._whole((requests,), jnp.float32),
-            top_p=self._whole((requests,), jnp.float32),
-            seed=self._whole((requests,), jnp.uint32),
-            index=self._whole((requests,)),
-        )
+        reals, ints = SampleArgs.shapes(requests)
+        return SampleArgs(self._whole(reals, jnp.float32), self._whole(ints))
+
+    def abstract_seats(self) -> Seats:
+        """One seat for each request that may run at once."""
+        shape = (self.config.max_seqs, self.decoder.vocab_size)
+        return Seats(self._whole(shape), self._whole(shape, jnp.float32))
+
+    def new_seats(self) -> Seats:
+        """Empty seats, placed on the mesh."""
+        abstract = self.abstract_seats()
+        shardings = jax.tree.map(lambda a: a.sharding, abstract)
+        return jax.jit(lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), abstract), out_shardings=shardings)()
 
     def _shard_map(self, body: Callable, in_specs: tuple, out_specs: Any) -> Callable:
         # The logits' all_gather and the stripes' merge give every device the same value, which the replication check
@@ -124,14 +171,16 @@ class LanguageModel:
         return jax.shard_map(body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def splice(self, rows: int) -> Program:
-        """(state, ids [T], pool, pool_index [T]) -> (hidden [T, D], deepstack [K, T, D]). pool_index: the pool row
-        of an image token, -1 for text. Without images: (state, ids) -> hidden."""
+        """(weights, ids [T], pool, pool_index [T]) -> (hidden [T, D], deepstack [K, T, D]). pool_index: the pool row
+        of an image token, -1 for text. Without images: (weights, ids) -> hidden."""
         width, levels = self.decoder.hidden_size, self.decoder.num_deepstack
-        state_specs = jax.tree.map(lambda a: a.sharding.spec, self.abstract)
+        state_specs = tuple(a.sharding.spec for a in self.weights)
 
+        @jax.named_scope("splice")
         def text(state, ids):
-            return nnx.merge(self.graphdef, state).embed(ids)
+            return self._module(state).embed(ids)
 
+        @jax.named_scope("splice")
         def mixed(state, ids, pool, pool_index):
             hidden = text(state, ids)
             is_image = (pool_index >= 0)[:, None]
@@ -143,35 +192,49 @@ class LanguageModel:
         count = {"all_reduce": 1} if self.decoder.shards.vocab else {}
         if not self.shapes.pool_rows:
             fn = self._shard_map(text, (state_specs, REPLICATED), REPLICATED)
-            return Program(f"splice/{rows}", jax.jit(fn), (self.abstract, self._whole((rows,))), count)
+            return Program(f"splice/{rows}", jax.jit(fn), (self.weights, self._whole((rows,))), count)
         pool = self._whole((self.shapes.pool_rows, self.shapes.pool_width), self.dtype)
         fn = self._shard_map(mixed, (state_specs, *[REPLICATED] * 3), (REPLICATED, REPLICATED))
-        args = (self.abstract, self._whole((rows,)), pool, self._whole((rows,)))
+        args = (self.weights, self._whole((rows,)), pool, self._whole((rows,)))
         return Program(f"splice/{rows}", jax.jit(fn), args, count)
 
-    def _pass(self, name: str, rows: int, requests: int, tile: int, selection: Selection, keep: bool) -> Program:
+    def _pass(
+        self, name: str, rows: int, requests: int, tile: int, selection: Selection, *, keep: bool, draws: bool
+    ) -> Program:
         embeds = tile == 1
         has_deep = not embeds and self.decoder.num_deepstack > 0
-        state_specs = jax.tree.map(lambda a: a.sharding.spec, self.abstract)
+        state_specs = tuple(a.sharding.spec for a in self.weights)
         cache_specs = jax.tree.map(lambda a: a.sharding.spec, self.abstract_caches())
 
         def body(state, inputs, caches, step):
-            decoder = nnx.merge(self.graphdef, state)
+            decoder = self._module(state)
             hidden, deep = (decoder.embed(inputs), None) if embeds else inputs
-            logits, caches, selections = decoder.forward(hidden, deep, caches, step, selection)
-            return logits, caches, selections if keep else []
+            hidden, caches, selections = decoder.forward(hidden, deep, caches, step, selection)
+            logits = decoder.logits(hidden[step.last_rows])
+            return logits, caches, None if embeds else hidden, selections if keep else None
 
         mapped = self._shard_map(
-            body, (state_specs, REPLICATED, cache_specs, REPLICATED), (REPLICATED, cache_specs, REPLICATED)
+            body,
+            (state_specs, REPLICATED, cache_specs, REPLICATED),
+            (REPLICATED, cache_specs, REPLICATED, REPLICATED),
         )
 
-        def run(state, inputs, caches, step, samples):
-            logits, caches, selections = mapped(state, inputs, caches, step)
-            return (sample(logits, samples), logits, caches, *([selections] if keep else []))
+        def run(state, inputs, caches, step, *sampling):
+            logits, caches, hidden, selections = mapped(state, inputs, caches, step)
+            sampled, seats = sample(logits, *sampling) if draws else (None, None)
+            return PassOutput(sampled, logits, caches, seats, hidden, selections)
 
         whole = NamedSharding(self.mesh, REPLICATED)
         cache_out = jax.tree.map(lambda a: a.sharding, self.abstract_caches())
-        fn = jax.jit(run, donate_argnums=2, out_shardings=(whole, whole, cache_out, *([whole] if keep else [])))
+        out = PassOutput(
+            sampled=whole if draws else None,
+            logits=whole,
+            caches=cache_out,
+            seats=whole if draws else None,
+            hidden=None if embeds else whole,
+            selections=whole if keep else None,
+        )
+        fn = jax.jit(run, donate_argnums=(2, 5) if draws else 2, out_shardings=out)
         width = self.decoder.hidden_size
         if embeds:
             inputs = self._whole((rows,))
@@ -179,30 +242,82 @@ class LanguageModel:
             deep = self._whole((self.decoder.num_deepstack, rows, width), self.dtype) if has_deep else None
             inputs = (self._whole((rows, width), self.dtype), deep)
         args = (
-            self.abstract,
+            self.weights,
             inputs,
             self.abstract_caches(),
             self._step(rows, requests, tile),
-            self._samples(requests),
+            *((self._samples(requests), self.abstract_seats()) if draws else ()),
         )
-        return Program(name, fn, args, self.decoder.collectives(embeds=embeds, selection=selection))
+        return Program(name, fn, args, self.decoder.collectives(embeds=embeds, selection=selection), self._options)
 
     def extend_name(self, rows: int, selection: Selection) -> str:
         kind = "" if self.decoder.indexer is None else "/striped" if selection.stripe_rows else "/replicated"
         return f"extend/{rows}{kind}"
 
-    def extend(self, rows: int, selection: Selection, *, keep_selections: bool = False) -> Program:
-        """(state, (hidden [T, D], deepstack [K, T, D] or None), caches, Step, SampleArgs) ->
-        (tokens [R], logits [R, V], caches). keep_selections adds each full layer's [T, k] selection, for checks."""
-        name = self.extend_name(rows, selection)
-        return self._pass(name, rows, self.config.max_seqs, ROW_TILE, selection, keep_selections)
+    def extend(self, rows: int, selection: Selection, *, keep_selections: bool = False, draws: bool = True) -> Program:
+        """(weights, (hidden [T, D], deepstack [K, T, D] or None), caches, Step, SampleArgs, Seats) -> PassOutput.
+        keep_selections: with its selections, for checks. draws: False leaves the last two arguments out, and the
+        tokens to `sample` or `greedy`."""
+        name, most = self.extend_name(rows, selection), self.config.max_seqs
+        return self._pass(name, rows, most, ROW_TILE, selection, keep=keep_selections, draws=draws)
 
-    def decode(self, requests: int) -> Program:
-        """(state, ids [R], caches, Step, SampleArgs) -> (tokens [R], logits [R, V], caches)."""
-        return self._pass(f"decode/{requests}", requests, requests, 1, Selection(None), False)
+    def decode(self, requests: int, *, draws: bool = True) -> Program:
+        """(weights, ids [R], caches, Step, SampleArgs, Seats) -> PassOutput. draws: as in `extend`."""
+        how = Selection(None, platform=self.platform)
+        return self._pass(f"decode/{requests}", requests, requests, 1, how, keep=False, draws=draws)
+
+    def sample(self, requests: int) -> Program:
+        """(logits [R, V], SampleArgs, Seats) -> (Sampled, Seats): whatever the requests ask for."""
+        whole = NamedSharding(self.mesh, REPLICATED)
+        args = (self._logits(requests), self._samples(requests), self.abstract_seats())
+        return Program(f"sample/{requests}", jax.jit(sample, donate_argnums=2, out_shardings=whole), args)
+
+    def greedy(self, requests: int) -> Program:
+        """logits [R, V] -> Sampled, where no request asks for more than the largest logit."""
+        whole = NamedSharding(self.mesh, REPLICATED)
+        return Program(f"greedy/{requests}", jax.jit(greedy, out_shardings=whole), (self._logits(requests),))
+
+    def _logits(self, requests: int) -> jax.ShapeDtypeStruct:
+        return self._whole((requests, self.decoder.vocab_size), jnp.float32)
+
+    def score(self, rows: int) -> Program:
+        """(weights, hidden [T, D] of a prefill pass, next token [T], alternatives) -> Scores of the next tokens. In
+        blocks, because logits of all rows would not fit: 8192 rows of 150k float32 are 5 GB."""
+        state_specs = tuple(a.sharding.spec for a in self.weights)
+        block = math.gcd(rows, SCORE_ROWS)
+
+        def body(state, hidden, following, count):
+            decoder = self._module(state)
+            blocks = (hidden.reshape(-1, block, hidden.shape[-1]), following.reshape(-1, block))
+            scores = jax.lax.map(lambda part: score(decoder.logits(part[0]), part[1], count), blocks)
+            return jax.tree.map(lambda a: a.reshape(rows, *a.shape[2:]), scores)
+
+        fn = self._shard_map(body, (state_specs, REPLICATED, REPLICATED, REPLICATED), REPLICATED)
+        hidden = self._whole((rows, self.decoder.hidden_size), self.dtype)
+        args = (self.weights, hidden, self._whole((rows,)), self._whole(()))
+        return Program(f"score/{rows}", jax.jit(fn), args, {"all_gather": 1} if self.decoder.shards.vocab else {})
+
+    def fill_seat(self) -> Program:
+        """(seats, seat, clear, ids, tokens, bias) -> Seats; see serving.sampling.fill_seat."""
+        columns = (SEAT_COLUMNS,)
+        args = (
+            self.abstract_seats(),
+            self._whole(()),
+            self._whole((), jnp.bool_),
+            self._whole(columns),
+            self._whole(columns),
+            self._whole(columns, jnp.float32),
+        )
+        whole = NamedSharding(self.mesh, REPLICATED)
+        return Program("seat", jax.jit(fill_seat, donate_argnums=0, out_shardings=whole), args)
 
     def programs(self) -> list[Program]:
         """Everything that runs after ready."""
         made = [self.splice(t) for t in self.config.token_buckets]
-        made += [self.extend(t, s) for t in self.config.token_buckets for s in self.selections]
-        return made + [self.decode(b) for b in self.config.batch_buckets]
+        made += [self.extend(t, s, draws=False) for t in self.config.token_buckets for s in self.selections]
+        made += [self.score(t) for t in self.config.token_buckets]
+        # The tokens are drawn by programs of their own. Those that branch hold the thread that dispatches them until
+        # the logits are there; a greedy batch, which needs no branch, is dispatched while the device computes.
+        for size in self.config.batch_buckets:
+            made += [self.decode(size, draws=False), self.sample(size), self.greedy(size)]
+        return [*made, self.fill_seat()]

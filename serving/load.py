@@ -16,7 +16,7 @@ from serving.runner import Runner
 from vitbatch import CompileGuard, EncoderConfig, VisionEncoder
 from vitbatch.checkpoint import bind_tower
 from vitstripe.checkpoint import Checkpoint, CheckpointError, load, raise_problems
-from vitstripe.platform import platform_of
+from vitstripe.platform import platform_of_mesh
 
 Advance = Callable[[int, int, str], None]
 """Called with (done, in all, what comes next)."""
@@ -59,7 +59,7 @@ def load_engine(
 ) -> Start:
     """Loads and warms; the engine is not started yet. Raises CheckpointError listing everything wrong with the folder,
     ValueError when memory does not suffice, RuntimeError when the self-test fails."""
-    dtype = platform_of(mesh.devices.flat[0]).default_dtype
+    dtype = platform_of_mesh(mesh).default_dtype
     family = family_of(checkpoint.config)
     binding = bind_decoder(checkpoint, tp=config.tp, dtype=dtype)
     raise_problems(checkpoint, [binding, *([bind_tower(checkpoint, dtype=dtype)] if has_images(checkpoint) else [])])

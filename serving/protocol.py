@@ -12,8 +12,13 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 EngineState = Literal["starting", "ready", "draining", "dead"]
 FinishReason = Literal["stop", "length", "abort"]
 ErrorKind = Literal["invalid", "overloaded", "internal"]
+Refusal = Literal["queue_full", "unavailable"]
 
 MAX_TEMPERATURE = 2.0
+MAX_LOGPROBS = 20
+"""Most alternatives a token's log-probabilities are told for; the device program's outputs have room for so many."""
+MAX_CHOICES = 8
+MAX_BIAS = 100.0
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 
 
@@ -26,11 +31,12 @@ class Overloaded(RuntimeError):  # noqa: N818 -- part of the contract between th
 
     Attributes:
         retry_after: seconds after which trying again makes sense.
+        reason: "queue_full" when there is too much to do, "unavailable" while the server starts, drains or is dead.
     """
 
-    def __init__(self, message: str, retry_after: float = 1.0):
+    def __init__(self, message: str, retry_after: float = 1.0, reason: Refusal = "unavailable"):
         super().__init__(message)
-        self.retry_after = retry_after
+        self.retry_after, self.reason = retry_after, reason
 
 
 if TYPE_CHECKING:
@@ -48,17 +54,28 @@ else:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one answer is drawn.
+    """How one answer is drawn; serving.sampling says in which order the settings act.
 
     Args:
         max_tokens: tokens to generate at most, at least 1.
         temperature: 0 (greedy) to 2.
         top_p: nucleus mass, 0 (only the best token) to 1 (off).
         seed: any signed 64-bit integer; None draws one.
-        ignore_eos: go on to `max_tokens` whatever is sampled.
+        ignore_eos: go on to `max_tokens` whatever is sampled; `stop_token_ids` still end the answer.
+        top_k: only the k best tokens; 0 is off.
+        min_p: only tokens at least this share as likely as the best one, 0 (off) to 1.
+        presence_penalty: taken off the logit of every token generated before, -2 to 2.
+        frequency_penalty: taken off it once for each time it was generated, -2 to 2.
+        repetition_penalty: divides the positive and multiplies the negative logits of the tokens of the prompt and of
+            the answer, above 0 to 2; 1 is off.
+        logit_bias: (token id, -100 to 100) pairs, added to the logits.
+        min_tokens: tokens before which neither eos nor `stop_token_ids` can be sampled.
+        stop_token_ids: further ids that end the answer.
+        logprobs: alternatives to tell with each token, 0 (only the token itself) to 20; None tells nothing.
+        prompt_logprobs: the same for the tokens of the prompt.
 
     Raises:
-        InvalidRequest: a value is out of its range or not finite.
+        InvalidRequest: a value is out of its range or not finite. The text begins with the field's name.
     """
 
     max_tokens: int
@@ -66,16 +83,63 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int | None = None
     ignore_eos: bool = False
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise InvalidRequest(f"max_tokens is {self.max_tokens}; it must be at least 1")
-        if not (math.isfinite(self.temperature) and 0.0 <= self.temperature <= MAX_TEMPERATURE):
-            raise InvalidRequest(f"temperature is {self.temperature}; it must be from 0 to {MAX_TEMPERATURE:g}")
-        if not (math.isfinite(self.top_p) and 0.0 <= self.top_p <= 1.0):
-            raise InvalidRequest(f"top_p is {self.top_p}; it must be from 0 to 1")
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if not (math.isfinite(value) and low <= value <= high):
+                raise InvalidRequest(f"{name} is {value}; it must be from {low:g} to {high:g}")
+        if not (math.isfinite(self.repetition_penalty) and 0.0 < self.repetition_penalty <= 2.0):
+            raise InvalidRequest(f"repetition_penalty is {self.repetition_penalty}; it must be above 0, at most 2")
         if self.seed is not None and not _INT64_MIN <= self.seed <= _INT64_MAX:
             raise InvalidRequest(f"seed is {self.seed}; it must fit a signed 64-bit integer")
+        if not 0 <= self.top_k < 1 << 31:
+            raise InvalidRequest(f"top_k is {self.top_k}; it must be 0 (off) or the number of tokens to keep")
+        for token_id, bias in self.logit_bias:
+            if token_id < 0 or not abs(bias) <= MAX_BIAS:
+                raise InvalidRequest(
+                    f"logit_bias of token {token_id} is {bias}; ids are not negative, values from -100 to 100"
+                )
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens is {self.min_tokens}; it must be from 0 to max_tokens, which is {self.max_tokens}"
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= MAX_LOGPROBS:
+                raise InvalidRequest(f"{name} is {value}; it must be from 0 to {MAX_LOGPROBS}")
+
+    @property
+    def shapes_logits(self) -> bool:
+        """Whether logits depend on something that is kept for the request on the device (serving.sampling.Seats)."""
+        return bool(
+            self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1.0
+            or self.logit_bias
+            or self.min_tokens
+        )
+
+
+_RANGES = (
+    ("temperature", 0.0, MAX_TEMPERATURE),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+)
 
 
 @dataclass(frozen=True)
@@ -92,12 +156,14 @@ class ImageSpan:
 
 @dataclass
 class Submission:
-    """One request for the engine. `images` is in prompt order and its spans do not overlap."""
+    """One request for the engine. `images` is in prompt order and its spans do not overlap. Only requests with the same
+    `cache_salt` share cached prefixes."""
 
     request_id: str
     prompt_ids: list[int]
     images: tuple[ImageSpan, ...]
     params: SamplingParams
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True)
@@ -111,10 +177,26 @@ class Usage:
 
 
 @dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities of one token and of the best ones in its place, best first, by the model alone: log-softmax of
+    its float32 logits before bias, penalties and temperature. Not more alternatives than were asked for. A chosen
+    token that is among them has the very same value there."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
 class TokenEvent:
-    """One sampled token. The token that ends an answer (eos) is sent too, right before its FinishEvent."""
+    """One sampled token. The token that ends an answer (eos) is sent too, right before its FinishEvent.
+
+    `logprobs` is set where the request asked for it. `prompt` comes with the first token of a request that asked for
+    `prompt_logprobs`: one entry for each prompt token but the first, which nothing precedes.
+    """
 
     token_id: int
+    logprobs: TokenLogprobs | None = None
+    prompt: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,15 +17,18 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dsa_indexer import RowBatch, StripeConfig, engages, striped_topk_rows, topk_rows
-from serving.batch import Packer, samples_of
+from serving.batch import Packer, following_tokens, samples_after, samples_of
 from serving.config import EngineConfig, bucket_for
-from serving.lm import LanguageModel, LmShapes
+from serving.feed import TokenFeed
+from serving.lm import SEAT_COLUMNS, LanguageModel, LmShapes, PassOutput
 from serving.models.decoder import Selection
+from serving.models.step import Step
 from serving.protocol import SamplingParams, Submission
+from serving.sampling import SampleArgs, Sampled, seat_entries
 from serving.scheduler import Chunk
 from serving.sequence import Sequence
 from vitbatch import VisionEncoder
-from vitstripe.platform import platform_of
+from vitstripe.platform import platform_of_mesh
 from vitstripe.program import Program
 
 logger = logging.getLogger("serving.runner")
@@ -71,7 +75,8 @@ def cache_pages(config: EngineConfig, bytes_per_page: int, mesh: Mesh) -> int:
 
 
 class Runner:
-    """Runs passes. Not thread-safe: the engine thread owns it. Call warm_up before the first pass."""
+    """Dispatches passes; who reads what they give waits for it. Not thread-safe: the engine thread owns it. Call
+    warm_up before the first pass."""
 
     def __init__(
         self,
@@ -82,23 +87,25 @@ class Runner:
         config: EngineConfig,
         encoder: VisionEncoder | None,
     ):
-        self.config, self.mesh, self.encoder, self.state = config, mesh, encoder, state
+        self.config, self.mesh, self.encoder = config, mesh, encoder
+        self.weights = tuple(jax.tree.leaves(state))
         sizing = LanguageModel(graphdef, abstract, mesh, config, LmShapes(0))
         pages = cache_pages(config, sizing.bytes_per_page(), mesh)
         pool = (0, 0) if encoder is None else encoder.pool.shape
         self.lm = LanguageModel(graphdef, abstract, mesh, config, LmShapes(pages, *pool))
         self.pages = pages
         self.packer = Packer(config, pages, gather_pages=self.lm.gather_pages)
-        self.caches = self.lm.new_caches()
+        self.caches, self.seats = self.lm.new_caches(), self.lm.new_seats()
+        self.feed = TokenFeed(mesh, config.max_seqs)
         self.programs: dict[str, jax.stages.Compiled] = {}
-        self.stripes = stripe_config(config, platform_of(mesh.devices.flat[0]).kind)
+        self.stripes = stripe_config(config, platform_of_mesh(mesh).kind)
         if len(self.lm.selections) > 1:
             _log_stripes(self.stripes, config)
 
     # -- passes
 
     def _call(self, name: str, *args: Any) -> Any:
-        return self.programs[name](self.state, *args)
+        return self.programs[name](self.weights, *args)
 
     def selection_for(self, chunks: Seq[Chunk]) -> Selection:
         """How the indexer runs in a prefill pass of these chunks."""
@@ -110,10 +117,46 @@ class Runner:
         striped, _ = engages(rows, self.config.tp, keys / max(rows, 1), self.stripes, most_keys=most, k=k)
         return self.lm.selections[int(striped)]
 
-    def prefill(self, chunks: Seq[Chunk], selection: Selection) -> np.ndarray:
-        """Computes the chunks; returns the token sampled after each (meant only for those that finish a prompt)."""
-        tokens, _ = self._prefill(chunks, selection)
-        return np.asarray(tokens)[: len(chunks)]
+    def prefill(self, chunks: Seq[Chunk], selection: Selection) -> Sampled:
+        """Computes the chunks; row r of the result is what was sampled after chunk r (meant only for those that finish
+        a prompt). Prompt tokens whose log-probabilities are asked for get them."""
+        out = self._prefill(chunks, selection)
+        if any(c.seq.submission.params.prompt_logprobs is not None for c in chunks):
+            self._score(chunks, out.hidden)
+        return self._keep([c.seq if c.finishes_prompt else None for c in chunks], out)
+
+    def _keep(self, seqs: Seq[Sequence | None], out: PassOutput) -> Sampled:
+        """Keeps the sampled tokens for the next pass, and starts their way to the host."""
+        tokens = out.sampled.tokens
+        self.feed.keep(self.packer.seats(seqs, tokens.shape[0]), tokens)
+        tokens.copy_to_host_async()
+        return out.sampled
+
+    def _score(self, chunks: Seq[Chunk], hidden: jax.Array) -> None:
+        """Adds to each sequence's `scores` those of the prompt tokens that follow the rows of a prefill pass."""
+        rows = hidden.shape[0]
+        wanted = max(c.seq.submission.params.prompt_logprobs or 0 for c in chunks)
+        scores = self._call(f"score/{rows}", hidden, following_tokens(chunks, rows), np.int32(wanted))
+        scores = jax.tree.map(np.asarray, scores)
+        at = 0
+        for chunk in chunks:
+            seq, count = chunk.seq, chunk.seq.submission.params.prompt_logprobs
+            if count is not None:
+                # After a preemption rows are computed again; what is known of them is told once.
+                first, last = max(chunk.start, len(seq.scores)), min(chunk.stop, seq.prompt_length - 1)
+                seq.scores += [scores.entry(at + m - chunk.start, count) for m in range(first, last)]
+            at += chunk.rows
+
+    def _fill_seat(self, seq: Sequence) -> None:
+        """Writes what the request's logits depend on to its seat: prompt and answer so far, bias, ends."""
+        prompt, answer = seq.tokens[: seq.prompt_length], seq.tokens[seq.prompt_length :]
+        entries = seat_entries(seq.submission.params, prompt, answer, seq.ends)
+        for start in range(0, max(len(entries[0]), 1), SEAT_COLUMNS):
+            ids, tokens, bias = (part[start : start + SEAT_COLUMNS] for part in entries)
+            pad = (0, SEAT_COLUMNS - len(ids))
+            ids = np.pad(ids, pad, constant_values=self.lm.decoder.vocab_size)
+            columns = (ids, np.pad(tokens, pad), np.pad(bias, pad))
+            self.seats = self.programs["seat"](self.seats, np.int32(seq.seat), np.bool_(start == 0), *columns)
 
     def _splice(self, ids: np.ndarray, pool_index: np.ndarray) -> Any:
         """Hidden rows of token ids and image rows, and their deepstack rows (None where there are none)."""
@@ -123,32 +166,42 @@ class Runner:
         hidden, deep = self._call(name, ids, self.encoder.pool, pool_index)
         return hidden, deep if self.lm.decoder.num_deepstack else None
 
-    def _prefill(
-        self, chunks: Seq[Chunk], selection: Selection, rows: int | None = None
-    ) -> tuple[jax.Array, jax.Array]:
+    def _prefill(self, chunks: Seq[Chunk], selection: Selection, rows: int | None = None) -> PassOutput:
         """rows: the bucket to run, None for the smallest that holds the chunks."""
         rows = rows or bucket_for(self.config.token_buckets, sum(c.rows for c in chunks))
         ids, pool_index, step = self.packer.extend(chunks, rows)
         inputs = self._splice(ids, pool_index)
-        samples = samples_of([c.seq for c in chunks], self.config.max_seqs)
-        tokens, logits, self.caches = self._call(
-            self.lm.extend_name(rows, selection), inputs, self.caches, step, samples
-        )
-        return tokens, logits
+        samples = samples_after(chunks, self.config.max_seqs)
+        for chunk in chunks:
+            if chunk.finishes_prompt and chunk.seq.submission.params.shapes_logits:
+                self._fill_seat(chunk.seq)
+        return self._pass(self.lm.extend_name(rows, selection), inputs, step, samples)
 
-    def decode(self, seqs: Seq[Sequence]) -> np.ndarray:
-        """Computes each sequence's last token; returns the token sampled after it."""
+    def _pass(self, name: str, inputs: Any, step: Step, samples: SampleArgs) -> PassOutput:
+        out = self._call(name, inputs, self.caches, step)
+        self.caches = out.caches
+        return replace(out, sampled=self._sample(out.logits, samples))
+
+    def _sample(self, logits: jax.Array | np.ndarray, samples: SampleArgs) -> Sampled:
+        size = logits.shape[0]
+        if samples.is_greedy:
+            return self.programs[f"greedy/{size}"](logits)
+        sampled, self.seats = self.programs[f"sample/{size}"](logits, samples, self.seats)
+        return sampled
+
+    def decode(self, seqs: Seq[Sequence]) -> Sampled:
+        """Computes each sequence's last token; row r of the result is what was sampled after it for sequence r."""
         size = bucket_for(self.config.batch_buckets, len(seqs))
-        ids, step = self.packer.decode(seqs, size)
-        tokens, _, self.caches = self._call(f"decode/{size}", ids, self.caches, step, samples_of(seqs, size))
-        return np.asarray(tokens)[: len(seqs)]
+        step = self.packer.decode(seqs, size)
+        ids = self.feed.ids(self.packer.seats(seqs, size))
+        return self._keep(seqs, self._pass(f"decode/{size}", ids, step, samples_of(seqs, size)))
 
     # -- start-up
 
     def warm_up(self, progress: Progress = lambda done, total, name: None) -> list[ProgramTime]:
         """Compiles every program and runs it once on every device, then checks the striped against the replicated
         indexer. Raises RuntimeError when they disagree."""
-        programs = self.lm.programs()
+        programs = self.lm.programs() + self.feed.programs(self.config.batch_buckets)
         compile_seconds: dict[str, float] = {}
 
         def compile_one(program: Program) -> None:
@@ -160,6 +213,7 @@ class Runner:
         # XLA compiles outside the interpreter lock: one program a core.
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(compile_one, programs))
+        self.feed.use(self.programs)
         seconds: dict[str, float] = {}
 
         def timed(name: str, run: Callable[[], Any]) -> Any:
@@ -168,19 +222,25 @@ class Runner:
             seconds[name] = time.perf_counter() - begin
             return out
 
+        ways = self.lm.selections
         for rows in self.config.token_buckets:
             chunk = self._made_up_chunk(rows)
             ids, pool_index, _ = self.packer.extend([chunk], rows)
-            timed(f"splice/{rows}", lambda ids=ids, index=pool_index: self._splice(ids, index))
-            logits = []
-            for how in self.lm.selections:
-                name = self.lm.extend_name(rows, how)
-                _, out = timed(name, lambda chunk=chunk, how=how, rows=rows: self._prefill([chunk], how, rows))
-                logits.append(np.asarray(out)[0])
-            self._check_agreement(rows, logits)
+            timed(f"splice/{rows}", partial(self._splice, ids, pool_index))
+            passes = [(self.lm.extend_name(rows, how), partial(self._prefill, [chunk], how, rows)) for how in ways]
+            outs = [timed(name, run) for name, run in passes]
+            timed(f"score/{rows}", partial(self._score, [chunk], outs[0].hidden))
+            self._check_agreement(rows, [np.asarray(out.logits)[0] for out in outs])
         one_token = self._made_up_chunk(1).seq
         for size in self.config.batch_buckets:
-            timed(f"decode/{size}", lambda size=size: self.decode([one_token] * size))
+            seats = np.zeros(size, np.int32)
+            ids = timed(f"feed/{size}", partial(self.feed.ids, seats))
+            timed(f"keep/{size}", partial(self.feed.keep, seats, ids))
+            timed(f"decode/{size}", partial(self.decode, [one_token] * size))
+            logits = np.zeros((size, self.lm.decoder.vocab_size), np.float32)
+            timed(f"greedy/{size}", partial(self._sample, logits, samples_of([], size)))
+            timed(f"sample/{size}", partial(self._sample, logits, samples_of([one_token], size)))
+        timed("seat", lambda: self._fill_seat(one_token))
         if never_ran := self.programs.keys() - seconds.keys():
             raise RuntimeError(f"programs that were compiled but not run: {', '.join(sorted(never_ran))}")
         if len(self.lm.selections) > 1:
@@ -194,7 +254,7 @@ class Runner:
         params = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9)
         positions = np.broadcast_to(np.arange(length, dtype=np.int32), (3, length))
         seq = Sequence(Submission("warm-up", ids, (), params), lambda event: None, positions, 0, seed=1)
-        seq.pages = list(range(-(-length // self.config.page_size)))
+        seq.add_pages(range(-(-length // self.config.page_size)))
         return Chunk(seq, 0, length)
 
     def _check_agreement(self, rows: int, logits: list[np.ndarray]) -> None:

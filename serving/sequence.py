@@ -1,20 +1,31 @@
 """One request as the engine sees it."""
 
+import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from serving.protocol import Event, ImageSpan, Submission
+from serving.protocol import Event, ImageSpan, Submission, TokenLogprobs
+from serving.sampling import SampleArgs
+
+NO_SEAT = -1
 
 
 @dataclass(eq=False)
 class Sequence:
     """A request's tokens and where they are in the cache.
 
-    tokens: prompt and generated ids. computed: how many of them are in the cache. pages: its cache pages in order.
-    positions, delta: rotary positions of the prompt, and the offset of what follows. slots: pool rows of each image,
-    None until it is encoded. calls: numbers of the vision calls that encoded its images. closed: its end is told.
+    tokens: prompt and generated ids that the host knows. pending: tokens sampled on the devices that it does not know
+    yet. computed: how many tokens are in the cache, those of dispatched passes included. in_prefill: a prefill pass
+    that ends with its last known token is still to come. seat: its row in what the devices keep a running request
+    (NO_SEAT while it waits). admitted: it had a seat once. page_keys: see serving.prefix. published: leading pages that
+    were offered to others. cached: prompt tokens that were found instead of computed. positions, delta: rotary
+    positions of the prompt, and the offset of what follows. slots: pool rows of each image, None until it is encoded.
+    calls: numbers of the vision calls that encoded its images. closed: its end is told. scores: of the prompt's tokens
+    but the first, as far as they are computed, if asked for. ends: ids that end the answer. sampling: its row of
+    SampleArgs. arrived_at, seated_at, first_token_at: when, by time.monotonic; 0 before.
     """
 
     submission: Submission
@@ -24,15 +35,31 @@ class Sequence:
     seed: int
     order: int = 0
     closed: bool = False
+    admitted: bool = False
+    preempted: bool = False
     tokens: list[int] = field(default_factory=list)
+    pending: int = 0
     computed: int = 0
-    pages: list[int] = field(default_factory=list)
+    in_prefill: bool = True
+    seat: int = NO_SEAT
+    page_keys: list[bytes] = field(default_factory=list)
+    published: int = 0
+    cached: int = 0
     slots: list[np.ndarray | None] = field(default_factory=list)
     calls: list[int] = field(default_factory=list)
+    scores: list[TokenLogprobs] = field(default_factory=list)
+    ends: frozenset[int] = frozenset()
+    prompt_length: int = 0
+    arrived_at: float = field(default_factory=time.monotonic)
+    seated_at: float = 0.0
+    first_token_at: float = 0.0
 
     def __post_init__(self):
+        self.sampling = SampleArgs.rows(self.submission.params, self.seed)
         self.tokens = list(self.submission.prompt_ids)
         self.slots = [None] * len(self.submission.images)
+        self.prompt_length = len(self.tokens)
+        self.page_count, self._table = 0, np.zeros(0, np.int32)
 
     @property
     def request_id(self) -> str:
@@ -42,23 +69,51 @@ class Sequence:
     def images(self) -> tuple[ImageSpan, ...]:
         return self.submission.images
 
-    @property
-    def prompt_length(self) -> int:
-        return len(self.submission.prompt_ids)
+    # -- its pages
 
     @property
-    def image_bytes(self) -> int:
-        """Host memory its prepared images hold."""
-        return sum({span.image.key: span.image.patches.nbytes for span in self.images}.values())
+    def table(self) -> np.ndarray:
+        """Its cache pages in order, int32 [page_count]."""
+        return self._table[: self.page_count]
+
+    @property
+    def pages(self) -> list[int]:
+        return self.table.tolist()
+
+    def add_pages(self, pages: Seq[int]) -> None:
+        end = self.page_count + len(pages)
+        if end > len(self._table):
+            self._table = np.resize(self._table, max(end, 2 * len(self._table)))
+        self._table[self.page_count : end] = pages
+        self.page_count = end
+
+    def swap_page(self, at: int, page: int) -> int:
+        """Puts a page in the place of its own one, which it returns."""
+        own = int(self.table[at])
+        self._table[at] = page
+        return own
+
+    def drop_pages(self) -> list[int]:
+        """Forgets its pages and returns them."""
+        pages, self.page_count = self.pages, 0
+        return pages
+
+    # -- its tokens
+
+    @property
+    def length(self) -> int:
+        """Tokens it has, those that the host does not know yet included."""
+        return len(self.tokens) + self.pending
 
     @property
     def generated(self) -> int:
-        return len(self.tokens) - self.prompt_length
+        """Tokens of the answer, known or not."""
+        return len(self.tokens) + self.pending - self.prompt_length
 
     @property
-    def in_prefill(self) -> bool:
-        """More than the last sampled token is still to be computed."""
-        return self.computed < len(self.tokens) - 1 or self.generated == 0
+    def is_complete(self) -> bool:
+        """The answer has all the tokens it may have, even if the last is not known yet."""
+        return self.generated >= self.submission.params.max_tokens
 
     def positions_of(self, start: int, stop: int) -> np.ndarray:
         """Rotary positions int32 [3, stop - start] of tokens [start, stop); generated tokens continue as text."""

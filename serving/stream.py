@@ -5,7 +5,10 @@ One incremental path serves both modes: an answer that is not streamed is the co
 
 import codecs
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
+from serving.chat import AnswerParser, Delta, Text
 from serving.tokenizer import Tokenizer
 
 
@@ -15,8 +18,9 @@ class Detokenizer:
     Constant work a token: at most three bytes are pending, and a broken run becomes U+FFFD at once.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
-        self._token_bytes = tokenizer.token_bytes
+    def __init__(self, tokenizer: Tokenizer, *, special: bool = False):
+        """special: special tokens are shown as their literal text instead of not at all."""
+        self._token_bytes = partial(tokenizer.token_bytes, special=special)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
@@ -37,8 +41,9 @@ class StopScanner:
         matched: the stop string that was found, None before.
     """
 
-    def __init__(self, stops: Sequence[str]):
-        self._stops = tuple(stops)
+    def __init__(self, stops: Sequence[str], *, include: bool = False):
+        """include: the text ends after the stop string, not before it."""
+        self._stops, self._include = tuple(stops), include
         self._held = ""
         self.matched: str | None = None
 
@@ -52,7 +57,7 @@ class StopScanner:
         if found:
             end, self.matched = min(found, key=lambda match: match[0])
             self._held = ""
-            return text[: end - len(self.matched)]
+            return text[: end if self._include else end - len(self.matched)]
         held = max(_overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
@@ -71,21 +76,78 @@ def _overlap(text: str, stop: str) -> int:
     return 0
 
 
-class TextStream:
-    """Token ids of one answer to its visible text."""
+@dataclass(frozen=True)
+class TextOptions:
+    """How the text of an answer is shown and where it ends.
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()):
-        self._detokenizer = Detokenizer(tokenizer)
-        self._scanner = StopScanner(stops)
+    stop: stop strings. include_stop: show the one that ended it. special: show special tokens. min_tokens: tokens whose
+    text is not searched for stop strings: all before this one.
+    """
+
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    special: bool = False
+    min_tokens: int = 0
+
+
+class AnswerStream:
+    """Token ids of one answer to its deltas: text of its fields, and tool calls.
+
+    Stop strings are looked for in the content only: one that cuts an answer short must not cut short the reasoning in
+    front of it, or a call's arguments.
+
+    Args:
+        parser: None for plain text.
+
+    Attributes:
+        reasoning_tokens: tokens of the reasoning so far, its closing tag included.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, options: TextOptions = TextOptions(), parser: AnswerParser | None = None):
+        self._detokenizer = Detokenizer(tokenizer, special=options.special)
+        self._scanner = StopScanner(options.stop, include=options.include_stop)
+        self._searched_from, self._count = options.min_tokens, 0
+        self._parser = parser or AnswerParser()
+        self.reasoning_tokens = 0
 
     @property
     def stopped(self) -> bool:
-        """A stop string was found; what follows is not part of the answer."""
-        return self._scanner.matched is not None
+        """The answer is over by a stop string, or by its only call; what follows is not part of it."""
+        return self._scanner.matched is not None or self._parser.stopped
 
-    def push(self, token_id: int) -> str:
-        return self._scanner.push(self._detokenizer.push(token_id))
+    @property
+    def matched(self) -> str | None:
+        """The stop string that ended the answer."""
+        return self._scanner.matched
 
-    def finish(self) -> str:
-        """The rest of the text after the last token."""
-        return self._scanner.push(self._detokenizer.finish()) + self._scanner.finish()
+    @property
+    def calls(self) -> int:
+        """Completed tool calls."""
+        return self._parser.calls
+
+    def push(self, token_id: int) -> list[Delta]:
+        self._count += 1
+        self.reasoning_tokens += self._parser.reasoning
+        deltas = self._parser.push(self._detokenizer.push(token_id))
+        return deltas if self._count < self._searched_from else self._scanned(deltas)
+
+    def finish(self, *, natural: bool = True) -> list[Delta]:
+        """What is left after the last token. `natural`: the model ended the answer, it was not cut."""
+        deltas = self._scanned(self._parser.push(self._detokenizer.finish()))
+        deltas += self._scanned(self._parser.finish(natural=natural))
+        held = self._scanner.finish()
+        return [*deltas, Text("content", held)] if held else deltas
+
+    def _scanned(self, deltas: list[Delta]) -> list[Delta]:
+        shown: list[Delta] = []
+        for delta in deltas:
+            if self._scanner.matched is not None:
+                break
+            match delta:
+                case Text("content", text):
+                    text = self._scanner.push(text)
+                    shown += [Text("content", text)] if text else []
+                case _:
+                    held = self._scanner.finish()  # a stop string does not reach over a call
+                    shown += [Text("content", held), delta] if held else [delta]
+        return shown

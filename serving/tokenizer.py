@@ -16,6 +16,10 @@ from typing import Any
 import tokenizers
 
 _PROBED_IDS = 256
+# Read by the parsers of answers (serving.chat), whatever a checkpoint's files call them.
+_MARKUP = frozenset(f"<{end}{name}>" for name in ("think", "tool_call", "arg_key", "arg_value") for end in ("", "/"))
+# GLM's frame around a final answer, which its files do not always call special.
+_FRAME = frozenset({"<|begin_of_box|>", "<|end_of_box|>"})
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -87,11 +91,14 @@ class Tokenizer:
 
         named_id = None if eos_token is None else self._full.token_to_id(eos_token)
         self.eos_ids = eos_ids if named_id is None else eos_ids | {named_id}
-        self.special_ids = frozenset(i for i, token in added.items() if token.special) | self.eos_ids
+        hidden = {i for i, token in added.items() if token.content in _FRAME or token.special}
+        shown = {i for i, token in added.items() if token.content in _MARKUP}
+        self.special_ids = frozenset((hidden - shown) | self.eos_ids)
         self.image_token_id = image_token_id
         self.reserved_ids = reserved_ids
         self.vocab_size = vocab_size or self._full.get_vocab_size(with_added_tokens=True)
         self._bytes = self._byte_table()
+        self._special_bytes = {i: token.content.encode() for i, token in added.items() if i in self.special_ids}
         self._check()
 
     @classmethod
@@ -154,9 +161,13 @@ class Tokenizer:
                 ids.append(self._added_ids[literal])
         return ids
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for; none for a special token or an id of the vocabulary's padding."""
-        return self._bytes.get(token_id, b"")
+    def token_bytes(self, token_id: int, *, special: bool = False) -> bytes:
+        """The bytes that a token stands for; none for an id of the vocabulary's padding, and for a special token unless
+        `special`, which gives its literal text."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._special_bytes.get(token_id, b"") if special else b""
+        return found
 
     def _split(self, text: str) -> Iterator[tuple[str | None, str]]:
         """Pairs of (added token or None, plain text in front of it)."""

@@ -24,12 +24,17 @@ _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
     parser.addoption(
+        "--any-device",
+        action="store_true",
+        help="run the tests marked gpu and rocm on host devices, to see that they run at all; nothing is measured",
+    )
+    parser.addoption(
         "--failed-before", action="append", default=[], help="a check that failed before pytest ran; named at the end"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not re.search(r"(?<!not )\b(gpu|rocm)\b", config.option.markexpr):
+    if config.option.any_device or not re.search(r"(?<!not )\b(gpu|rocm)\b", config.option.markexpr):
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", HOST_DEVICES)
     jax.config.update("jax_default_matmul_precision", "highest")
@@ -47,6 +52,8 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.config.option.any_device:
+        return
     for name, kinds in (("rocm", ("rocm",)), ("gpu", ("cuda", "rocm"))):
         if item.get_closest_marker(name):
             device = platform_of(jax.devices()[0])

@@ -12,16 +12,23 @@ BATCHING = ("auto", "always", "never")
 ATTENTION_BLOCK = 64
 """Patches an attention block; every image starts at a multiple of it in its lane, and every capacity is one."""
 
+TINY_BLOCK = 16
+"""Patches a block of a tiny lane, which holds images of at most ATTENTION_BLOCK patches: one of 4x4 takes 16 rows there
+and not 64."""
+
 # Smaller lanes take as long: a launch of few rows does not fill a device.
 _SMALLEST_CAPACITY = 256
+
+# Of tiny lanes: one for a request's few images, one for those of many.
+_TINY_CAPACITIES = (256, 1024)
 
 MAX_BUCKETS = 14
 """Programs that a chosen ladder has at most: each costs a compile at every start."""
 
 
-def align(patches: int) -> int:
+def align(patches: int, block: int = ATTENTION_BLOCK) -> int:
     """`patches` rounded up to whole attention blocks: the room an image takes in a lane."""
-    return -(-patches // ATTENTION_BLOCK) * ATTENTION_BLOCK
+    return -(-patches // block) * block
 
 
 @dataclass(frozen=True)
@@ -187,33 +194,68 @@ def activation_bytes(vision: VisionConfig, itemsize: int, lanes: int) -> int:
     return pixels + hidden + rows
 
 
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """The shape of a lane: its capacity in patches, and the patches of its attention blocks."""
+
+    capacity: int
+    block: int = ATTENTION_BLOCK
+
+    @property
+    def longest(self) -> int:
+        """Patches of the largest image it may hold."""
+        return self.capacity if self.block == ATTENTION_BLOCK else min(self.capacity, ATTENTION_BLOCK)
+
+    @property
+    def blocks(self) -> int:
+        return self.capacity // self.block
+
+    def __str__(self) -> str:
+        return f"{self.capacity}" if self.block == ATTENTION_BLOCK else f"tiny/{self.capacity}"
+
+
 @dataclass(frozen=True)
 class BucketLadder:
     """The lane capacities (patches a lane) that programs exist for.
 
-    capacities: ascending, each a multiple of 64.
+    capacities: ascending, each a multiple of 64. tiny: capacities of lanes that only hold images of at most 64 patches,
+    which start at multiples of 16 there; none by default.
     """
 
     capacities: tuple[int, ...]
+    tiny: tuple[int, ...] = ()
 
     def __post_init__(self):
         if not self.capacities:
             raise ValueError("a ladder needs at least one capacity")
-        for capacity in self.capacities:
-            _require_positive("ladder capacity", capacity)
-            if capacity % ATTENTION_BLOCK:
-                raise ValueError(f"ladder capacity {capacity} is not a multiple of {ATTENTION_BLOCK} patches")
-        if any(a >= b for a, b in pairwise(self.capacities)):
-            raise ValueError(f"ladder capacities {list(self.capacities)} must ascend without repeats")
+        for capacities in (self.capacities, self.tiny):
+            for capacity in capacities:
+                _require_positive("ladder capacity", capacity)
+                if capacity % ATTENTION_BLOCK:
+                    raise ValueError(f"ladder capacity {capacity} is not a multiple of {ATTENTION_BLOCK} patches")
+            if any(a >= b for a, b in pairwise(capacities)):
+                raise ValueError(f"ladder capacities {list(capacities)} must ascend without repeats")
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """One a program, the tiny ones first."""
+        return (*(Bucket(c, TINY_BLOCK) for c in self.tiny), *map(Bucket, self.capacities))
 
     @classmethod
     def default(
-        cls, largest_image_patches: int, max_capacity: int | None = None, *, least_top: int = 1024
+        cls,
+        largest_image_patches: int,
+        max_capacity: int | None = None,
+        *,
+        least_top: int = 1024,
+        smallest_image_patches: int = ATTENTION_BLOCK,
     ) -> "BucketLadder":
         """Powers of two from 256 up to the largest image, and at least to `least_top`, so that small images share a
-        lane; then, from the top down, the geometric means between them until there are 14.
+        lane; then the widest step is halved until none is wider than an eighth of the whole (or 128), or there are
+        14.
 
         max_capacity: the lane that memory allows; the ladder ends there, and images above it are refused.
+        smallest_image_patches: where images under 64 patches may come, two of the 14 are for lanes of them alone.
         """
         _require_positive("largest_image_patches", largest_image_patches)
         _require_positive("least_top", least_top)
@@ -226,10 +268,15 @@ class BucketLadder:
         capacities = []
         while _SMALLEST_CAPACITY << len(capacities) < top:
             capacities.append(_SMALLEST_CAPACITY << len(capacities))
-        capacities = [*capacities, top][-MAX_BUCKETS:]
-        between = [align(math.isqrt(a * b)) for a, b in pairwise(capacities)]
-        spare = MAX_BUCKETS - len(capacities)
-        return cls(tuple(sorted({*capacities, *between[len(between) - min(spare, len(between)) :]})))
+        tiny = tuple(c for c in _TINY_CAPACITIES if c <= top) if smallest_image_patches < ATTENTION_BLOCK else ()
+        capacities = [*capacities, top][-(MAX_BUCKETS - len(tiny)) :]
+        while len(capacities) + len(tiny) < MAX_BUCKETS:
+            # Lanes are dealt to within a percent of each other: what they pad is the step to the next capacity.
+            low, high = max(pairwise(capacities), key=lambda step: step[1] - step[0], default=(top, top))
+            if high - low <= max(top // 8, _SMALLEST_CAPACITY // 2):
+                break
+            capacities = sorted([*capacities, align((low + high) // 2)])
+        return cls(tuple(capacities), tiny)
 
     @property
     def largest(self) -> int:

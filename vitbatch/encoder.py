@@ -2,8 +2,8 @@
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,86 +18,36 @@ from PIL import Image
 
 from vitbatch import checkpoint as checkpoints
 from vitbatch.cache import EmbeddingCache, PoolFull
+from vitbatch.calls import CallStats, EncodedImages, Frame
 from vitbatch.compile_guard import run_compiled
-from vitbatch.config import ATTENTION_BLOCK, BucketLadder, EncoderConfig, VisionConfig, activation_bytes
+from vitbatch.config import TINY_BLOCK, Bucket, EncoderConfig, VisionConfig
 from vitbatch.gate import BatchDecision, decide_batching
 from vitbatch.images import ImageError, ImageProcessor, PreparedImage
-from vitbatch.planning import CallPlan, attention_cost, lay_out, plan_calls
+from vitbatch.planning import CallPlan, attention_cost, lay_out, plan_call, plan_calls
 from vitbatch.program import bucket_program, build_encode
+from vitbatch.sizing import choose_ladder, good_lane, pool_tokens
 from vitbatch.towers import family_of
 from vitbatch.warmup import BucketReport, Compilation, Progress, WarmupReport, compile_all
+from vitbatch.workers import Workers
 from vitstripe import Program, require_auto_axis
 from vitstripe.checkpoint import Checkpoint, load, raise_problems
 from vitstripe.checkpoint import Progress as LoadProgress
-from vitstripe.platform import platform_of
+from vitstripe.platform import platform_of, platform_of_mesh
 
 logger = logging.getLogger("vitbatch.encoder")
-
-_MIN_POOL_TOKENS = 1024
-_POOL_IMAGES = 4
 
 # Not one image a bucket: attention over 65536 patches would take seconds a launch and prove nothing more.
 _WARM_IMAGE_PATCHES = 1024
 
-# Query blocks side by side in attention: a CPU gains nothing from more, a GPU needs many to be full.
-_CPU_CHUNK, _GPU_CHUNK = 8, 64
-
-# What a lane at least holds, whatever the largest image: a GPU wants many rows a launch, a CPU's caches hold no more.
-_GPU_LEAST_TOP, _CPU_LEAST_TOP = 16384, 2048
-
-# A cache of keys and values sized from what is free after warm-up commonly takes 80 % of it.
-_GPU_MEMORY_SHARE = 0.15
-
 # Grids whose position taps are kept; servers see the same few sizes again and again.
 _KEPT_GRIDS = 64
+
+# Calls dispatched before the first is waited for. Each holds its patches and rows on the device.
+_IN_FLIGHT = 3
 
 _ARGUMENTS = ("state", "pool", "patches", "lanes", "dest")
 
 AnyImage = Image.Image | bytes | np.ndarray | PreparedImage
-
-
-@dataclass(frozen=True)
-class CallStats:
-    """One encoder call. call_id: running number from 1. bucket: patches a lane. patches: real ones.
-    padded_ratio: share of the computed patches that are padding. imbalance: patches of the fullest lane over the mean.
-    seconds: from dispatch until its rows were ready."""
-
-    call_id: int
-    images: int
-    lanes: int
-    lanes_filled: int
-    bucket: int
-    patches: int
-    padded_ratio: float
-    imbalance: float
-    seconds: float
-
-
-@dataclass(frozen=True)
-class EncodedImages:
-    """Where the rows of the given images are in the pool, in the order given.
-
-    slots: int32 [tokens] an image. calls: the encoder calls that ran. call_of: index into `calls` of the one that
-    encoded each image, None where the rows were there already.
-    """
-
-    slots: list[np.ndarray]
-    calls: list[CallStats]
-    call_of: list[int | None]
-
-    @property
-    def padded_ratio(self) -> float:
-        """Share of the patches computed by all the calls that are padding; 0 without a call."""
-        computed = sum(call.lanes * call.bucket for call in self.calls)
-        return 1 - sum(call.patches for call in self.calls) / computed if computed else 0.0
-
-
-@dataclass(frozen=True)
-class Frame:
-    """What a call encodes: patch rows (uint8 pixels of one frame, or normalised floats) and their (gh, gw) grid."""
-
-    rows: np.ndarray
-    grid: tuple[int, int]
 
 
 class VisionEncoder:
@@ -124,68 +74,35 @@ class VisionEncoder:
         self.lanes = width if config.dp_encoder else 1
         self._lane_axis = axis if config.dp_encoder else None
         self._family = family_of(vision_config.model_type)
-        self._state = state
-        self._abstract_state = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
-        )
-        platform = platform_of(mesh.devices.flat[0])
+        device = mesh.devices.flat[0]
+        platform = platform_of(device)
         self.dtype = jnp.dtype(platform.default_dtype if config.dtype is None else config.dtype)
-        self.ladder = config.ladder or self._choose_ladder()
-        self._lane_patches = _CPU_LEAST_TOP if platform.kind == "cpu" else None
+        self.ladder = config.ladder or choose_ladder(vision_config, processor, config, self.dtype, self.lanes, device)
+        if self.ladder.tiny and TINY_BLOCK % vision_config.patches_per_token:
+            raise ValueError(
+                f"tiny lanes hold blocks of {TINY_BLOCK} patches, which is no whole number of this tower's tokens of "
+                f"{vision_config.patches_per_token}; give a ladder without them"
+            )
+        # Flat, since a call takes a third of a millisecond to flatten what it is given otherwise.
+        self._weights = tuple(jax.tree.leaves(state))
+        self._burst = self.lanes * good_lane(device)
+        self._lane_patches = good_lane(device) if platform.kind == "cpu" else None
         self._quadratic = attention_cost(vision_config) if config.quadratic_lanes else 0.0
         self._taps = lru_cache(_KEPT_GRIDS)(lambda gh, gw: self._family.position_taps(vision_config, gh, gw))
         self._decision: BatchDecision | None = None
         self._encode = build_encode(
-            graphdef,
-            vision_config,
-            processor.mean,
-            processor.std,
-            mesh,
-            self._lane_axis,
-            chunk=_CPU_CHUNK if platform.kind == "cpu" else _GPU_CHUNK,
+            graphdef, state, vision_config, processor.mean, processor.std, mesh, self._lane_axis, platform
         )
         largest = min(self.ladder.largest, processor.largest_image_patches) // vision_config.patches_per_token
         row_bytes = self.row_width * self.dtype.itemsize
-        tokens = config.pool_tokens or max(_MIN_POOL_TOKENS, _POOL_IMAGES * largest)
-        if config.pool_bytes is not None:
-            tokens = config.pool_bytes // row_bytes
-            if not tokens:
-                raise ValueError(f"pool_bytes {config.pool_bytes} is less than one row of {row_bytes} bytes; raise it")
-        self.cache = EmbeddingCache(tokens, row_bytes)
+        self.cache = EmbeddingCache(pool_tokens(config, largest, row_bytes), row_bytes)
         self._pool_shape = jax.ShapeDtypeStruct(
             (self.cache.capacity, self.row_width), self.dtype, sharding=NamedSharding(mesh, PartitionSpec())
         )
         self._pool = _zeros(self._pool_shape)
-        self._compiled: dict[tuple[int, str], Compilation] = {}
+        self._compiled: dict[tuple[Bucket, str], Compilation] = {}
         self._calls = 0
-
-    def _choose_ladder(self) -> BucketLadder:
-        """Room for the largest image and many small ones, within the memory given."""
-        device, largest = self.mesh.devices.flat[0], self.processor.largest_image_patches
-        on_cpu = platform_of(device).kind == "cpu"
-        memory = self.config.memory_bytes
-        if memory is None and not on_cpu and (stats := device.memory_stats()):
-            memory = int((stats["bytes_limit"] - stats["bytes_in_use"]) * _GPU_MEMORY_SHARE)
-        longest = None
-        if memory is not None:
-            patch_bytes = activation_bytes(self.vision_config, self.dtype.itemsize, self.lanes)
-            longest = memory // patch_bytes // ATTENTION_BLOCK * ATTENTION_BLOCK
-            if not longest:
-                raise ValueError(
-                    f"{memory} bytes hold no lane of {ATTENTION_BLOCK} patches at {patch_bytes} bytes a patch; give "
-                    f"more memory_bytes"
-                )
-        # Two of the largest side by side even out the lanes; a CPU has no use for it.
-        least_top = _CPU_LEAST_TOP if on_cpu else max(_GPU_LEAST_TOP, 2 * largest)
-        ladder = BucketLadder.default(largest, longest, least_top=least_top)
-        if ladder.largest < largest:
-            logger.warning(
-                "memory for %d patches a lane, but an image may have %d; larger images will be refused: give more "
-                "memory_bytes or lower max_image_pixels",
-                ladder.largest,
-                largest,
-            )
-        return ladder
+        self._workers: Workers | None = None
 
     @classmethod
     def from_checkpoint(
@@ -201,7 +118,7 @@ class VisionEncoder:
         config = config or EncoderConfig()
         opened = source if isinstance(source, Checkpoint) else Checkpoint(source)
         require_auto_axis(mesh, axis)
-        dtype = platform_of(mesh.devices.flat[0]).default_dtype if config.dtype is None else config.dtype
+        dtype = platform_of_mesh(mesh).default_dtype if config.dtype is None else config.dtype
         binding = checkpoints.bind_tower(opened, dtype=dtype)
         raise_problems(opened, [binding])
         processor = checkpoints.image_processor(opened, config)
@@ -230,25 +147,25 @@ class VisionEncoder:
 
     def programs(self) -> list[Program]:
         """One a bucket: all that runs on the devices."""
-        return [self._program(capacity, np.dtype(np.uint8)) for capacity in self.ladder.capacities]
+        return [self._program(bucket, np.dtype(np.uint8)) for bucket in self.ladder.buckets]
 
-    def _program(self, capacity: int, dtype: np.dtype) -> Program:
+    def _program(self, bucket: Bucket, dtype: np.dtype) -> Program:
         return bucket_program(
             self._encode,
-            self._abstract_state,
+            tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in self._weights),
             self._pool_shape,
             self.vision_config,
             self._family.num_taps,
             self.mesh,
             self._lane_axis,
-            capacity,
+            bucket,
             dtype,
         )
 
     def batches_requests(self) -> bool:
         """Whether the images of several requests should go into one call here (`vitbatch.gate`). Decided anew at every
         call; logged when it is first asked and when the answer changes."""
-        kind = platform_of(self.mesh.devices.flat[0]).kind
+        kind = platform_of_mesh(self.mesh).kind
         tp = self.mesh.shape[self.axis]
         decision = decide_batching(kind, dp_encoder=self.config.dp_encoder, tp=tp, batching=self.config.batching)
         if decision != self._decision:
@@ -265,8 +182,9 @@ class VisionEncoder:
         all, program that made the last one); compiling and running a bucket are a step each.
         """
         begin = time.perf_counter()
-        missing = [c for c in self.ladder.capacities if (c, "uint8") not in self._compiled]
-        steps = len(missing) + len(self.ladder.capacities)
+        buckets = self.ladder.buckets
+        missing = [b for b in buckets if (b, "uint8") not in self._compiled]
+        steps = len(missing) + len(buckets)
         done = 0
 
         def step(name: str) -> None:
@@ -276,28 +194,27 @@ class VisionEncoder:
                 progress(done, steps, name)
 
         def keep(compilation: Compilation) -> None:
-            capacity = capacity_of[compilation.program.name]
-            self._compiled[capacity, "uint8"] = compilation
+            self._compiled[bucket_of[compilation.program.name], "uint8"] = compilation
             step(compilation.program.name)
 
         # The largest first: they take longest, if any does.
-        programs = {c: self._program(c, np.dtype(np.uint8)) for c in reversed(missing)}
-        capacity_of = {program.name: capacity for capacity, program in programs.items()}
+        programs = {b: self._program(b, np.dtype(np.uint8)) for b in reversed(missing)}
+        bucket_of = {program.name: bucket for bucket, program in programs.items()}
         compile_all(list(programs.values()), self.config.compilation_cache, keep)
         reports = []
-        for capacity in self.ladder.capacities:
-            ready = self._compiled[capacity, "uint8"]
-            frames = self._full_lanes(capacity)
-            (plan,) = plan_calls([f.grid[0] * f.grid[1] for f in frames], self.lanes, BucketLadder((capacity,)))
+        for bucket in buckets:
+            ready = self._compiled[bucket, "uint8"]
+            frames = self._full_lanes(bucket)
+            plan = plan_call([f.grid[0] * f.grid[1] for f in frames], self.lanes, bucket)
             start = time.perf_counter()
             jax.block_until_ready(self._dispatch(plan, frames, [None] * len(frames)))
             ran = time.perf_counter() - start
-            fresh = capacity in programs
+            fresh = bucket in programs
             reports.append(
                 BucketReport(
                     name=ready.program.name,
                     lanes=self.lanes,
-                    capacity=capacity,
+                    capacity=bucket.capacity,
                     lower_seconds=ready.lower_seconds if fresh else 0.0,
                     compile_seconds=ready.compile_seconds if fresh else 0.0,
                     run_seconds=ran,
@@ -307,30 +224,36 @@ class VisionEncoder:
             step(ready.program.name)
         return WarmupReport(tuple(reports), time.perf_counter() - begin)
 
-    def _full_lanes(self, capacity: int) -> list[Frame]:
+    def _full_lanes(self, bucket: Bucket) -> list[Frame]:
         """Images of pixels that are not all alike, together filling every lane."""
-        merge = self.vision_config.merge_size
-        pixels = np.random.default_rng(capacity).integers(
-            0, 256, (_WARM_IMAGE_PATCHES, self.vision_config.patch_pixels), dtype=np.uint8
+        merge, most = self.vision_config.merge_size, min(bucket.longest, _WARM_IMAGE_PATCHES)
+        pixels = np.random.default_rng(bucket.capacity).integers(
+            0, 256, (most, self.vision_config.patch_pixels), dtype=np.uint8
         )
-        whole, rest = divmod(capacity, _WARM_IMAGE_PATCHES)
-        sizes = [_WARM_IMAGE_PATCHES] * whole + [rest] * (rest > 0)
+        whole, rest = divmod(bucket.capacity, most)
+        sizes = [most] * whole + [rest] * (rest > 0)
         return [Frame(pixels[:size], (merge, size // merge)) for size in sizes] * self.lanes
 
     def encode(self, images: Sequence[AnyImage]) -> list[Float[np.ndarray, "T W"]]:
         """Images of any requests -> float32 rows [tokens, row_width] on the host, in the order given.
 
-        Equal images are encoded once. The pool and the cache are left alone. Raises ImageError for an image that
-        cannot be used and ValueError for one above the largest bucket, before anything runs.
+        Equal images are encoded once. Images that are not prepared yet are, by a thread a core, while the devices
+        encode those before them. The pool and the cache are left alone. Raises ImageError for an image that cannot be
+        used and ValueError for one above the largest bucket.
         """
-        prepared = [self._prepared(image) for image in images]
-        first_seen: dict[bytes, int] = {}
-        for i, image in enumerate(prepared):
-            self.check(image)
-            first_seen.setdefault(image.key, i)
-        unique = [prepared[i] for i in first_seen.values()]
-        rows = dict(zip(first_seen, self.encode_frames([_frame(image) for image in unique]), strict=True))
-        return [rows[image.key] for image in prepared]
+        keys: list[bytes] = []
+        place: dict[bytes, int] = {}
+
+        def unique() -> Iterator[Frame]:
+            for image in self._prepared(images):
+                self.check(image)
+                keys.append(image.key)
+                if image.key not in place:
+                    place[image.key] = len(place)
+                    yield _frame(image)
+
+        rows = list(self._rows(self._bursts(unique())))
+        return [rows[place[key]] for key in keys]
 
     def encode_requests(self, requests: Sequence[Sequence[AnyImage]]) -> list[list[Float[np.ndarray, "T W"]]]:
         """`encode` for the images of several requests: in one go where `batches_requests` says so, otherwise request by
@@ -342,14 +265,44 @@ class VisionEncoder:
 
     def encode_frames(self, frames: Sequence[Frame]) -> list[Float[np.ndarray, "T W"]]:
         """Like `encode`, from patch rows: uint8 pixels, or floats that are normalised already."""
-        per_token = self.vision_config.patches_per_token
-        found: list[np.ndarray] = [np.zeros((0, self.row_width), np.float32)] * len(frames)
-        for plan in self._plan([f.grid[0] * f.grid[1] for f in frames]):
+        return list(self._rows((plan, frames) for plan in self._plan([f.grid[0] * f.grid[1] for f in frames])))
+
+    def _bursts(self, frames: Iterable[Frame]) -> Iterator[tuple[CallPlan, Sequence[Frame]]]:
+        """Calls over frames as they come: planned whenever there are enough to keep the devices busy, so that the
+        first runs while later ones are made. What they hold depends on the frames alone, not on time."""
+        waiting: list[Frame] = []
+        patches = 0
+        for frame in frames:
+            waiting.append(frame)
+            patches += len(frame.rows)
+            if patches >= self._burst:
+                plans = self._plan([len(f.rows) for f in waiting])
+                # The last call may have room for frames to come.
+                plans = plans[:-1] or plans
+                for plan in plans:
+                    yield plan, waiting
+                waiting = waiting[plans[-1].images[-1] + 1 :]
+                patches = sum(len(f.rows) for f in waiting)
+        for plan in self._plan([len(f.rows) for f in waiting]):
+            yield plan, waiting
+
+    def _rows(self, calls: Iterable[tuple[CallPlan, Sequence[Frame]]]) -> Iterator[Float[np.ndarray, "T W"]]:
+        """Runs calls and gives the float32 rows of their images, in order. While one runs, the next is laid out and
+        the rows of the one before are taken."""
+        running: deque[tuple[CallPlan, jax.Array]] = deque()
+        for plan, frames in calls:
             rows = self._dispatch(plan, frames, [None] * len(plan.images))
-            host = np.asarray(rows).reshape(-1, self.row_width)
-            for position, image in enumerate(plan.images):
-                found[image] = host[plan.token_rows(position, per_token)].astype(np.float32)
-        return found
+            rows.copy_to_host_async()
+            running.append((plan, rows))
+            if len(running) == _IN_FLIGHT:
+                yield from self._host_rows(*running.popleft())
+        while running:
+            yield from self._host_rows(*running.popleft())
+
+    def _host_rows(self, plan: CallPlan, rows: jax.Array) -> Iterator[Float[np.ndarray, "T W"]]:
+        host = np.asarray(rows).reshape(-1, self.row_width)
+        for position in range(len(plan.images)):
+            yield _as_float32(host[plan.token_rows(position, self.vision_config.patches_per_token)])
 
     def encode_to_pool(self, prepared: Sequence[PreparedImage]) -> EncodedImages:
         """Makes sure that the rows of every image are in the pool, encoding those that are not, in as few calls as the
@@ -473,14 +426,20 @@ class VisionEncoder:
             sizes, self.lanes, self.ladder, self.config.max_call_patches, self._quadratic, self._lane_patches
         )
 
-    def _prepared(self, image: AnyImage) -> PreparedImage:
-        return image if isinstance(image, PreparedImage) else self.processor.prepare(image)
+    def _prepared(self, images: Sequence[AnyImage]) -> Iterator[PreparedImage]:
+        """In order, made by threads that work ahead."""
+        raw = [image for image in images if not isinstance(image, PreparedImage)]
+        if raw and self._workers is None:
+            self._workers = Workers()
+        made = self._workers.each(self.processor.prepare, raw) if self._workers else iter(())
+        for image in images:
+            yield image if isinstance(image, PreparedImage) else next(made).result()
 
-    def _compile(self, capacity: int, dtype: np.dtype) -> Compilation:
-        key = (capacity, dtype.name)
+    def _compile(self, bucket: Bucket, dtype: np.dtype) -> Compilation:
+        key = (bucket, dtype.name)
         if key not in self._compiled:
             compile_all(
-                [self._program(capacity, dtype)],
+                [self._program(bucket, dtype)],
                 self.config.compilation_cache,
                 lambda compilation: self._compiled.update({key: compilation}),
             )
@@ -489,6 +448,13 @@ class VisionEncoder:
     def _dispatch(self, plan: CallPlan, frames: Sequence[Frame], slots: Sequence[np.ndarray | None]) -> jax.Array:
         """Runs one call. slots: where each image's rows go in the pool, None to drop them. Returns rows
         [L, C / 4, W], not waited for."""
+        ready, arguments = self._arguments(plan, frames, slots)
+        return self._run(ready, arguments)
+
+    def _arguments(
+        self, plan: CallPlan, frames: Sequence[Frame], slots: Sequence[np.ndarray | None]
+    ) -> tuple[Compilation, tuple[Any, ...]]:
+        """The program of a call, and what it takes besides weights and pool, on the devices."""
         per_token = self.vision_config.patches_per_token
         dtype, features = frames[plan.images[0]].rows.dtype, frames[plan.images[0]].rows.shape[1]
         patches = np.zeros((plan.lanes, plan.capacity, features), dtype)
@@ -507,17 +473,28 @@ class VisionEncoder:
             self._taps,
             self.vision_config.window_cells,
         )
-        ready = self._compile(plan.capacity, dtype)
+        ready = self._compile(plan.bucket, dtype)
         # The very shardings the program was compiled with, in warm-up and at run time alike.
-        arguments = jax.device_put((patches, lanes, dest), ready.compiled.input_shardings[0][2:])
+        return ready, jax.device_put((patches, lanes, dest), ready.compiled.input_shardings[0][2:])
+
+    def _run(self, ready: Compilation, arguments: tuple[Any, ...]) -> jax.Array:
         self._pool, rows = run_compiled(
-            ready.program.name, ready.compiled, ready.program.args, _ARGUMENTS, self._state, self._pool, *arguments
+            ready.program.name, ready.compiled, ready.program.args, _ARGUMENTS, self._weights, self._pool, *arguments
         )
         return rows
 
 
 def _frame(image: PreparedImage) -> Frame:
     return Frame(image.patches, image.grid_thw[1:])
+
+
+def _as_float32(rows: np.ndarray) -> Float[np.ndarray, "T W"]:
+    """A bfloat16 is the upper half of its float32; numpy's own cast takes twice as long."""
+    if rows.dtype != jnp.bfloat16:
+        return rows.astype(np.float32)
+    halves = np.zeros((*rows.shape, 2), np.uint16)
+    halves[..., 1] = rows.view(np.uint16)
+    return halves.view(np.float32)[..., 0]
 
 
 def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:

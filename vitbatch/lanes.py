@@ -1,6 +1,7 @@
 """What a device knows of the images in its lane, besides their pixels. All of it is planned on the host.
 
-A lane of C patches is C/64 blocks. An image takes whole blocks; its last one may be partly padding:
+A lane of C patches is B blocks of 64 patches, or of 16 in a tiny lane, whose images have at most 64. An image takes
+whole blocks; its last one may be partly padding:
 
     patch   0        64       128      192      256
             | image a (100)   | image b | padding |
@@ -22,8 +23,8 @@ A = TypeVar("A")
 @register_dataclass
 @dataclass(frozen=True)
 class Segments(Generic[A]):
-    """first: int32 [C / 64], block in which the image of each block begins. end: int32 [C / 64], patch where it ends,
-    0 for padding."""
+    """first: int32 [B], block in which the image of each block begins. end: int32 [B], patch where it ends, 0 for
+    padding."""
 
     first: A
     end: A

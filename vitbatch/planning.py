@@ -2,7 +2,7 @@
 
 calls    images in first-seen order, cut where the least padding is computed, within the patch budget
 lanes    a call's images, longest first, each to the least loaded lane
-layout   in a lane, images back to back, each starting at a multiple of 64 patches:
+layout   in a lane, images back to back, each starting at a multiple of 64 patches (of 16 in a tiny lane):
 
     lane 0   | image 3          |gap| image 0  |gap| padding ... |   capacity = smallest bucket that holds
     lane 1   | image 1    |gap| image 2 |gap| padding .......... |   the fullest lane
@@ -17,7 +17,7 @@ from functools import cache
 import numpy as np
 from jaxtyping import Int
 
-from vitbatch.config import ATTENTION_BLOCK, BucketLadder, VisionConfig, align
+from vitbatch.config import ATTENTION_BLOCK, TINY_BLOCK, Bucket, BucketLadder, VisionConfig, align
 from vitbatch.lanes import LaneInputs, Segments
 from vitbatch.windows import add_windows, no_windows
 
@@ -75,7 +75,7 @@ class CallPlan:
     """One encoder call.
 
     images: indices into the planned list, in first-seen order. lane, start: of each, in the same order; start in
-    patches. sizes: patches of each. lanes: how many there are. capacity: patches a lane.
+    patches. sizes: patches of each. lanes: how many there are. bucket: the shape of each lane.
     """
 
     images: tuple[int, ...]
@@ -83,7 +83,12 @@ class CallPlan:
     lane: tuple[int, ...]
     start: tuple[int, ...]
     lanes: int
-    capacity: int
+    bucket: Bucket
+
+    @property
+    def capacity(self) -> int:
+        """Patches a lane."""
+        return self.bucket.capacity
 
     @property
     def patches(self) -> int:
@@ -120,13 +125,13 @@ class _Placed:
     fullest: int
 
 
-def _place(sizes: Sequence[int], lanes: int, quadratic: float) -> _Placed:
+def _place(sizes: Sequence[int], lanes: int, quadratic: float, block: int = ATTENTION_BLOCK) -> _Placed:
     lane_of, start_of, fullest = [0] * len(sizes), [0] * len(sizes), 0
     for lane, held in enumerate(assign_lanes(sizes, lanes, quadratic).lanes()):
         used = 0
         for image in held:
             lane_of[image], start_of[image] = lane, used
-            used += align(sizes[image])
+            used += align(sizes[image], block)
         fullest = max(fullest, used)
     return _Placed(tuple(lane_of), tuple(start_of), fullest)
 
@@ -158,14 +163,20 @@ def plan_calls(
         if begin + len(window) < len(sizes):
             # The last call may have room for images past the window: it is planned again with them.
             split = split[:-1] or split
-        for first, stop in split:
-            chosen = tuple(sizes[begin + first : begin + stop])
-            placed = _place(chosen, lanes, quadratic)
-            images = tuple(range(begin + first, begin + stop))
-            capacity = ladder.bucket_for(placed.fullest)
-            calls.append(CallPlan(images, chosen, placed.lane, placed.start, lanes, capacity))
+        for first, stop, bucket in split:
+            calls.append(plan_call(sizes[begin + first : begin + stop], lanes, bucket, quadratic, begin + first))
         begin += split[-1][1]
     return calls
+
+
+def plan_call(sizes: Sequence[int], lanes: int, bucket: Bucket, quadratic: float = 0.0, number: int = 0) -> CallPlan:
+    """One call of all these images, the first of which is image `number` of its list. Raises ValueError when the
+    fullest lane does not fit the bucket."""
+    placed = _place(sizes, lanes, quadratic, bucket.block)
+    if placed.fullest > bucket.capacity or max(sizes, default=0) > bucket.longest:
+        raise ValueError(f"lanes of {placed.fullest} patches do not fit the bucket {bucket}")
+    images = tuple(range(number, number + len(sizes)))
+    return CallPlan(images, tuple(sizes), placed.lane, placed.start, lanes, bucket)
 
 
 def _cheapest_split(
@@ -175,22 +186,23 @@ def _cheapest_split(
     max_call_patches: int | None,
     quadratic: float,
     lane_patches: int,
-) -> list[tuple[int, int]]:
-    """(first, stop) of each call.
+) -> list[tuple[int, int, Bucket]]:
+    """(first, stop, bucket) of each call.
 
     From each place a call may begin, only the longest call of each capacity is a candidate: a shorter one would leave
     more for the rest at the same price. Large capacities are tried first, and smaller ones only while what they could
-    save is worth the search.
+    save is worth the search; tiny lanes where the next images are tiny.
     """
     total = [0, *np.cumsum(sizes).tolist()]
     room = [0, *np.cumsum([align(size) for size in sizes]).tolist()]
+    tiny_room = [0, *np.cumsum([align(size, TINY_BLOCK) for size in sizes]).tolist()]
 
     @cache
-    def best(first: int) -> tuple[int, tuple[tuple[int, int], ...]]:
+    def best(first: int) -> tuple[int, tuple[tuple[int, int, Bucket], ...]]:
         """The cost of everything from `first` on, and its calls."""
         if first == len(sizes):
             return 0, ()
-        found: tuple[int, tuple[tuple[int, int], ...]] | None = None
+        found: tuple[int, tuple[tuple[int, int, Bucket], ...]] | None = None
         limit, placed = len(sizes), 0
         if max_call_patches is not None:
             limit = max(first + 1, bisect_right(total, total[first] + max_call_patches) - 1)
@@ -209,7 +221,7 @@ def _cheapest_split(
             rest, calls = best(stop)
             cost = bucket + _CALL_COST + rest
             if found is None or cost < found[0]:
-                found = cost, ((first, stop), *calls)
+                found = cost, ((first, stop, Bucket(bucket)), *calls)
             smaller = [c for c in ladder.capacities if c < bucket]
             # No padding but the gaps between images, lanes in perfect balance, and at least one call more.
             least = (room[-1] - room[first]) / lanes + 2 * _CALL_COST
@@ -217,6 +229,18 @@ def _cheapest_split(
                 break
             capacity = smaller[-1]
         assert found is not None, "an image fits the largest bucket, which is tried first"
+        for capacity in ladder.tiny:
+            tiny = Bucket(capacity, TINY_BLOCK)
+            stop, most = first, tiny_room[first] + lanes * capacity
+            while stop < limit and sizes[stop] <= tiny.longest and tiny_room[stop + 1] <= most:
+                stop += 1
+            while stop > first and _place(sizes[first:stop], lanes, quadratic, TINY_BLOCK).fullest > capacity:
+                stop -= 1
+            if stop == first:
+                break
+            rest, calls = best(stop)
+            if (cost := capacity + _CALL_COST + rest) < found[0]:
+                found = cost, ((first, stop, tiny), *calls)
         return found
 
     return list(best(0)[1])
@@ -243,7 +267,7 @@ def lay_out(
     `plan.images`. window_cells: see `VisionConfig`. Padding has position 0, tap weight 0 and belongs to no image.
     """
     L, C = plan.lanes, plan.capacity
-    blocks = C // ATTENTION_BLOCK
+    block, blocks = plan.bucket.block, plan.bucket.blocks
     layout = LaneInputs[np.ndarray](
         np.zeros((L, C, 2), np.int32),
         np.zeros((L, C, num_taps), np.int32),
@@ -259,7 +283,7 @@ def lay_out(
         layout.positions[lane, rows] = merge_order(gh, gw, merge)
         if num_taps:
             layout.tap_index[lane, rows], layout.tap_weight[lane, rows] = position_taps(gh, gw)
-        own = slice(start // ATTENTION_BLOCK, (start + align(size)) // ATTENTION_BLOCK)
+        own = slice(start // block, (start + align(size, block)) // block)
         layout.segments.first[lane, own] = own.start
         layout.segments.end[lane, own] = start + size
         if layout.windows is not None:

@@ -15,9 +15,14 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, UInt8
 
-from vitbatch.config import ATTENTION_BLOCK, VisionConfig
+from vitbatch.config import Bucket, VisionConfig
 from vitbatch.lanes import LaneInputs, Segments, Windows
 from vitstripe import Program
+from vitstripe.platform import Platform
+
+_OPTIONS = {"xla_gpu_enable_cublaslt": True, "xla_gpu_enable_triton_gemm": False}
+"""Of every program on a GPU: matmuls by cuBLASLt or hipBLASLt, which take biases, the tanh GELU and sums along. XLA's
+own kernels multiply as fast, but the GELU after them takes half as long as its matmul (docs/benchmarks.md)."""
 
 
 def normalise(
@@ -38,26 +43,30 @@ def normalise(
 
 def build_encode(
     graphdef: Any,
+    state: Any,
     vision: VisionConfig,
     mean: tuple[float, float, float],
     std: tuple[float, float, float],
     mesh: Mesh | AbstractMesh,
     axis: str | None,
-    *,
-    chunk: int,
+    platform: Platform,
 ):
     """The jitted function all buckets share:
 
-    (state, pool [S, W] donated, patches [L, C, F], lanes, dest int32 [L * C / 4]) -> (pool, rows [L, C / 4, W])
+    (weights, pool [S, W] donated, patches [L, C, F], lanes, dest int32 [L * C / 4]) -> (pool, rows [L, C / 4, W])
 
-    dest: the pool slot of each row; rows with a slot past the pool are dropped. axis: the mesh axis that lanes are
-    dealt over, L is its size; None for one lane that every device computes.
+    state: what the tower was split into, arrays or their shapes; weights are its leaves. dest: the pool slot of each
+    row; rows with a slot past the pool are dropped. axis: the mesh axis that lanes are dealt over, L is its size; None
+    for one lane that every device computes. platform: what it is compiled for.
     """
 
-    def encode(state, pool, patches, lanes, dest):
-        tower: Any = nnx.merge(graphdef, state)
+    structure = jax.tree.structure(state)
+
+    @jax.named_scope("encode")
+    def encode(weights, pool, patches, lanes, dest):
+        tower: Any = nnx.merge(graphdef, jax.tree.unflatten(structure, weights))
         lane = jax.tree.map(lambda x: x[0], lanes)
-        rows = tower(normalise(patches[0], vision.temporal_patch_size, mean, std), lane, chunk=chunk)
+        rows = tower(normalise(patches[0], vision.temporal_patch_size, mean, std), lane, platform=platform)
         rows = rows.astype(pool.dtype)
         everyone = lax.all_gather(rows, axis, axis=0, tiled=True) if axis and mesh.shape[axis] > 1 else rows
         # Slots past the pool are distinct too (see encoder.py), so the indices are unique and the order is free.
@@ -69,10 +78,11 @@ def build_encode(
         mesh=mesh,
         in_specs=(whole, whole, split, split, whole),
         out_specs=(whole, split),
-        # The pool is equal on every device because all-gather made it so, which the checker cannot see.
+        # The pool is equal on every device because all-gather made it so, which the checker cannot see; nor does it see
+        # into a kernel.
         check_vma=False,
     )
-    return jax.jit(sharded, donate_argnums=1)
+    return jax.jit(sharded, donate_argnums=1, compiler_options=None if platform.kind == "cpu" else _OPTIONS)
 
 
 def abstract_inputs(
@@ -80,7 +90,7 @@ def abstract_inputs(
     num_taps: int,
     mesh: Mesh | AbstractMesh,
     axis: str | None,
-    capacity: int,
+    bucket: Bucket,
     dtype: Any,
 ) -> tuple[jax.ShapeDtypeStruct, LaneInputs[jax.ShapeDtypeStruct], jax.ShapeDtypeStruct]:
     """patches, lanes and dest of a bucket. axis: the one lanes are dealt over, None for one lane on every device.
@@ -92,7 +102,7 @@ def abstract_inputs(
         return jax.ShapeDtypeStruct((lanes, *shape), dtype, sharding=split)
 
     features = vision.patch_pixels if jnp.dtype(dtype) == jnp.uint8 else vision.patch_features
-    blocks, cells = capacity // ATTENTION_BLOCK, capacity // vision.patches_per_token
+    capacity, blocks, cells = bucket.capacity, bucket.blocks, bucket.capacity // vision.patches_per_token
     windows = Windows(*(lane_array((cells,), jnp.int32) for _ in range(3))) if vision.window_cells else None
     inputs = LaneInputs(
         positions=lane_array((capacity, 2), jnp.int32),
@@ -113,11 +123,13 @@ def bucket_program(
     num_taps: int,
     mesh: Mesh | AbstractMesh,
     axis: str | None,
-    capacity: int,
+    bucket: Bucket,
     dtype: Any = jnp.uint8,
 ) -> Program:
-    """The Program of one capacity. encode: from `build_encode`, with the same axis. state: pytree of ShapeDtypeStruct
-    with shardings."""
-    inputs = abstract_inputs(vision, num_taps, mesh, axis, capacity, dtype)
+    """The Program of one bucket. encode: from `build_encode`, with the same axis. state: pytree of ShapeDtypeStruct
+    with shardings, whose leaves are the weights."""
+    inputs = abstract_inputs(vision, num_taps, mesh, axis, bucket, dtype)
     gathers = axis is not None and mesh.shape[axis] > 1
-    return Program(f"vision/{capacity}", encode, (state, pool, *inputs), {"all_gather": int(gathers)})
+    return Program(
+        f"vision/{bucket}", encode, (tuple(jax.tree.leaves(state)), pool, *inputs), {"all_gather": int(gathers)}
+    )

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
 
 
 @dataclass(frozen=True)
@@ -28,3 +29,14 @@ def platform_of(device: jax.Device) -> Platform:
         return Platform(device.platform, "", device.device_kind)
     is_rocm = bool(arch) or "rocm" in device.client.platform_version.lower()
     return Platform("rocm" if is_rocm else "cuda", arch, device.device_kind)
+
+
+def default_platform() -> Platform:
+    """The platform of the first device: what a function compiles for when nobody says otherwise. Programs lowered for
+    another machine name theirs."""
+    return platform_of(jax.devices()[0])
+
+
+def platform_of_mesh(mesh: Mesh | AbstractMesh) -> Platform:
+    """The platform of a mesh's devices, which are all alike; of one that has none, the default platform."""
+    return platform_of(mesh.devices.flat[0]) if isinstance(mesh, Mesh) else default_platform()

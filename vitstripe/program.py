@@ -18,19 +18,21 @@ class Program:
     args: pytree of jax.ShapeDtypeStruct with shardings: exactly what the run-time call passes.
     collectives: StableHLO collective -> how often the lowered program runs it, e.g. {"all_gather": 1}, as
         `collectives_in` counts. A loop body counts once.
+    options: XLA's compile options for this program alone.
     """
 
     name: str
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     collectives: Mapping[str, int] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def lower(self) -> jax.stages.Lowered:
         return self.fn.lower(*self.args)  # pyright: ignore[reportFunctionMemberAccess]
 
     def compile(self) -> jax.stages.Compiled:
         """Compiles ahead of time. The result raises on another shape, dtype or sharding instead of compiling again."""
-        return self.lower().compile()
+        return self.lower().compile(compiler_options=dict(self.options) or None)
 
 
 _SYMBOL = r'("[^"]+"|[\w.]+)'

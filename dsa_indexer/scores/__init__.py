@@ -1,8 +1,10 @@
 """Index scores: score(m, n) = sum_h gates[m, h] * relu(q[m, h] . keys[n]), times key_scales[n] where given.
 
-The two entry points differ in where the keys lie. Both go through the same tile, so both give the same bits.
+The two entry points differ in where the keys lie. On one platform both go through the same tile, so both give the same
+bits: a kernel on a GPU where it takes the shapes, plain XLA elsewhere.
 """
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
@@ -10,6 +12,8 @@ from jaxtyping import Array, Float, Float32, Int32
 from dsa_indexer.rows import pad_rows
 from dsa_indexer.scores import reference
 from dsa_indexer.scores.reference import KEY_BLOCK, ROW_TILE, columns_of
+from dsa_indexer.scores.triton import paged_scores_triton, row_scores_triton, takes
+from vitstripe.platform import Platform, default_platform
 
 __all__ = ["KEY_BLOCK", "ROW_TILE", "columns_of", "paged_scores", "row_scores"]
 
@@ -18,6 +22,7 @@ def _tiles(x: Array) -> Array:
     return x.reshape(-1, ROW_TILE, *x.shape[1:])
 
 
+@jax.named_scope("score")
 def row_scores(
     q: Float[Array, "M H D"],
     gates: Float32[Array, "M H"],
@@ -25,11 +30,16 @@ def row_scores(
     key_scales: Float32[Array, "N"] | None,
     ks: Int32[Array, "M"],
     lengths: Int32[Array, "M"],
+    *,
+    platform: Platform | None = None,
 ) -> Float32[Array, "M N"]:
     """Scores of M rows (a multiple of ROW_TILE) against N contiguous keys.
 
-    Columns outside a row's window hold anything.
+    Columns outside a row's window hold anything. platform: what it is compiled for, None for the first device.
     """
+    platform = platform or default_platform()
+    if takes(q, keys, platform):
+        return row_scores_triton(q, gates, keys, key_scales, ks, lengths, platform=platform)
     num_keys = keys.shape[0]
     columns = columns_of(num_keys)
     keys = pad_rows(keys, columns)
@@ -49,7 +59,34 @@ def row_scores(
     return out.reshape(-1, columns)[:, :num_keys]
 
 
+@jax.named_scope("score")
 def paged_scores(
+    q: Float[Array, "B n H D"],
+    gates: Float32[Array, "B n H"],
+    key_pages: Float[Array, "P page D"],
+    scale_pages: Float32[Array, "P page"] | None,
+    page_table: Int32[Array, "B maxpages"],
+    lengths: Int32[Array, "B n"],
+    *,
+    platform: Platform | None = None,
+) -> Float32[Array, "B n N"]:
+    """Scores of n rows a request against that request's paged keys, N = maxpages * page.
+
+    Row i of request b sees the first lengths[b, i] of them; the columns after those hold anything, and so may the
+    entries of page_table. platform: what it is compiled for, None for the first device.
+    """
+    platform = platform or default_platform()
+    if takes(q, key_pages, platform):
+        return paged_scores_triton(q, gates, key_pages, scale_pages, page_table, lengths, platform=platform)
+
+    def one(request: tuple[Array, Array, Array, Array]) -> Float32[Array, "n N"]:
+        q, gates, pages, lengths = request
+        return _paged_scores_of_one(q, gates, key_pages, scale_pages, pages, lengths)
+
+    return lax.map(one, (q, gates, page_table, lengths))
+
+
+def _paged_scores_of_one(
     q: Float[Array, "n H D"],
     gates: Float32[Array, "n H"],
     key_pages: Float[Array, "P page D"],
@@ -57,10 +94,6 @@ def paged_scores(
     pages: Int32[Array, "maxpages"],
     lengths: Int32[Array, "n"],
 ) -> Float32[Array, "n N"]:
-    """Scores of the n rows of one request against its paged keys, N = maxpages * page.
-
-    Row i sees the first lengths[i] of them; the columns after those hold anything.
-    """
     num_pages, page_size, dim = key_pages.shape
     num_keys = pages.shape[0] * page_size
     columns = columns_of(num_keys)

@@ -24,12 +24,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Float32, Int32
 
-from dsa_indexer.rows import pad_rows
-from dsa_indexer.tiles import ScoreTile, score_tile
+from dsa_indexer.quant import KeyFormat
+from dsa_indexer.tiles import ScoreTile, has_tiles, runs_kernels, score_tile
 from vitstripe.platform import Platform
 
 _PROGRAMS, _SHORTEST_RUN = 1024, 8
-_SMALLEST_DIM = 16  # the least contraction of a matrix instruction
+_MOST_ELEMENTS = (1 << 31) - 1  # offsets have 32 bits
+_SMALLEST_DIM, _LARGEST_DIM = 16, 128  # the least contraction of a matrix instruction; the most that was measured
 
 
 def _is_float8(dtype: Any) -> bool:
@@ -42,13 +43,24 @@ def _multiplied_as(dtype: Any, platform: Platform) -> Any:
     return jnp.float16 if _is_float8(dtype) and platform.kind == "cuda" else dtype
 
 
-def _kernel(*refs: Any, names: tuple[str, ...], tile: ScoreTile, heads: int, num_keys: int, page_size: int, dtype: Any):
-    """names: which of q, gates, ks, lengths, keys, scales, pages and out are among `refs`."""
+def _kernel(
+    *refs: Any,
+    names: tuple[str, ...],
+    tile: ScoreTile,
+    heads: int,
+    num_keys: int,
+    page_size: int,
+    request_tiles: int,
+    dtype: Any,
+):
+    """names: which of q, gates, ks, lengths, keys, scales, pages and out are among `refs`. request_tiles: row tiles of
+    a request; its pages follow those of the request before it."""
     ref = dict(zip(names, refs, strict=True))
     rows = tile.columns // heads
     # Last tiles first: in a causal batch they see the most keys, and the short ones fill the gaps at the end.
     tile_number, start = pl.num_programs(0) - 1 - pl.program_id(0), pl.program_id(1) * tile.run
-    row = tile_number * rows + jnp.arange(rows, dtype=jnp.int32)
+    request = lax.div(tile_number, request_tiles)
+    row = lax.rem(tile_number, request_tiles) * rows + jnp.arange(rows, dtype=jnp.int32)
     ks = ref["ks"][pl.ds(tile_number * rows, rows)]
     lengths = ref["lengths"][pl.ds(tile_number * rows, rows)]
     first = jnp.min(jnp.where(lengths > 0, ks, num_keys)) // tile.keys
@@ -59,8 +71,10 @@ def _kernel(*refs: Any, names: tuple[str, ...], tile: ScoreTile, heads: int, num
         gates = ref["gates"][pl.ds(tile_number * tile.columns, tile.columns)]
         lane = jnp.arange(tile.keys, dtype=jnp.int32)
         whole, num_pages = num_keys % tile.keys == 0, ref["keys"].shape[0] // page_size
+        num_rows = ref["out"].shape[1]
 
         side_by_side = whole and "pages" not in ref
+        first_page = request * (num_keys // page_size)
 
         def slots(j):
             """Where the keys of block j lie, one by one. Past the last key, the last key again."""
@@ -68,7 +82,7 @@ def _kernel(*refs: Any, names: tuple[str, ...], tile: ScoreTile, heads: int, num
             if "pages" not in ref:
                 return column
             # A table's entries past the request's last page may hold anything; no row's window reaches them.
-            page = jnp.clip(plt.load(ref["pages"].at[column // page_size]), 0, num_pages - 1)
+            page = jnp.clip(plt.load(ref["pages"].at[first_page + column // page_size]), 0, num_pages - 1)
             return page * page_size + column % page_size
 
         def dots(j):
@@ -85,8 +99,11 @@ def _kernel(*refs: Any, names: tuple[str, ...], tile: ScoreTile, heads: int, num
                 at = pl.ds(j * tile.keys, tile.keys) if side_by_side else slots(j)
                 scores = scores * plt.load(ref["scales"].at[at])[:, None]
             column = (j * tile.keys + lane)[:, None]
-            at = ref["out"].at[row[None, :], column]
-            plt.store(at, scores, mask=None if whole else jnp.broadcast_to(column < num_keys, scores.shape))
+            # Rows that only fill up a request's last tile, and columns past the last key, lie outside the result.
+            mask = None
+            if not whole or num_rows % rows:
+                mask = jnp.broadcast_to((column < num_keys) & (row < num_rows)[None, :], scores.shape)
+            plt.store(ref["out"].at[request, row[None, :], column], scores, mask=mask)
 
         low, high = jnp.maximum(first, start), jnp.minimum(last, start + tile.run)
 
@@ -120,8 +137,10 @@ def _call(
     tile: ScoreTile | None,
     interpret: bool,
 ) -> Array:
-    num_rows, heads, dim = q.shape
-    num_keys = keys.shape[0] if pages is None else pages.shape[0] * page_size
+    """q [B, n, H, D] and gates, ks, lengths alike: n rows of each of B requests. pages [B, maxpages], or None and B = 1
+    with contiguous keys. Scores [B, n, N]."""
+    requests, num_rows, heads, dim = q.shape
+    num_keys = keys.shape[0] if pages is None else pages.shape[1] * page_size
     if tile is None:
         tile = score_tile(platform, is_float8=_is_float8(keys.dtype))
     if heads & (heads - 1) or tile.columns % heads:
@@ -133,16 +152,19 @@ def _call(
     # Enough programs to fill a GPU, where there are that many blocks. Blocks do not depend on each other, so a score's
     # bits do not depend on this.
     blocks = -(-num_keys // tile.keys)
-    tile = replace(tile, run=min(tile.run, max(_SHORTEST_RUN, padded // rows * blocks // _PROGRAMS)))
-    q, gates, ks, lengths = (pad_rows(x, padded) for x in (q, gates, ks, lengths))
+    tiles = requests * padded // rows
+    tile = replace(tile, run=min(tile.run, max(_SHORTEST_RUN, tiles * blocks // _PROGRAMS)))
+    q, gates, ks, lengths = (
+        jnp.pad(x, [(0, 0), (0, padded - num_rows)] + [(0, 0)] * (x.ndim - 2)) for x in (q, gates, ks, lengths)
+    )
     operands = {
-        "q": q.reshape(padded * heads, dim),
-        "gates": gates.reshape(padded * heads),
-        "ks": ks,
-        "lengths": lengths,
+        "q": q.reshape(-1, dim),
+        "gates": gates.reshape(-1),
+        "ks": ks.reshape(-1),
+        "lengths": lengths.reshape(-1),
         "keys": keys,
         "scales": scales,
-        "pages": pages,
+        "pages": None if pages is None else pages.reshape(-1),
     }
     operands = {name: x for name, x in operands.items() if x is not None}
     kernel = partial(
@@ -152,17 +174,36 @@ def _call(
         heads=heads,
         num_keys=num_keys,
         page_size=page_size,
+        request_tiles=padded // rows,
         dtype=_multiplied_as(keys.dtype, platform),
     )
-    out = pl.pallas_call(
+    return pl.pallas_call(
         kernel,
-        grid=(padded // rows, -(-blocks // tile.run)),
-        out_shape=jax.ShapeDtypeStruct((padded, num_keys), jnp.float32),
+        grid=(tiles, -(-blocks // tile.run)),
+        out_shape=jax.ShapeDtypeStruct((requests, num_rows, num_keys), jnp.float32),
         compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=interpret,
         name="index_scores",
     )(*operands.values())
-    return out[:num_rows]
+
+
+def takes(q: Array, keys: Array, platform: Platform) -> bool:
+    """Whether the kernel scores queries and keys [..., D] of these dtypes and sizes on this platform."""
+    if not runs_kernels(platform):
+        return False
+    heads, dim = q.shape[-2:]
+    # Which float8 an architecture multiplies is known only of those in the table.
+    allowed = [jnp.bfloat16, *([KeyFormat.fp8(platform.arch).jax_dtype] if has_tiles(platform) else [])]
+    columns = score_tile(platform, is_float8=_is_float8(keys.dtype)).columns
+    return (
+        q.dtype == keys.dtype
+        and keys.dtype in allowed
+        and not heads & (heads - 1)
+        and heads <= columns
+        and not dim & (dim - 1)
+        and _SMALLEST_DIM <= dim <= _LARGEST_DIM
+        and max(q.size, keys.size) <= _MOST_ELEMENTS
+    )
 
 
 def row_scores_triton(
@@ -183,26 +224,27 @@ def row_scores_triton(
     is given. interpret: run as plain JAX operations, on any device. Raises ValueError unless H and D are powers of two
     that fit the tile.
     """
-    return _call(q, gates, ks, lengths, keys, key_scales, None, 1, platform, tile, interpret)
+    q, gates, ks, lengths = (x[None] for x in (q, gates, ks, lengths))
+    return _call(q, gates, ks, lengths, keys, key_scales, None, 1, platform, tile, interpret)[0]
 
 
 def paged_scores_triton(
-    q: Float[Array, "n H D"],
-    gates: Float32[Array, "n H"],
+    q: Float[Array, "B n H D"],
+    gates: Float32[Array, "B n H"],
     key_pages: Float[Array, "P page D"],
     scale_pages: Float32[Array, "P page"] | None,
-    pages: Int32[Array, "maxpages"],
-    lengths: Int32[Array, "n"],
+    page_table: Int32[Array, "B maxpages"],
+    lengths: Int32[Array, "B n"],
     *,
     platform: Platform,
     tile: ScoreTile | None = None,
     interpret: bool = False,
-) -> Float32[Array, "n N"]:
-    """Scores of the n rows of one request against its paged keys, N = maxpages * page: the bits `row_scores_triton`
-    gives for the same keys laid out contiguously. Row i sees the first lengths[i] of them; the columns after those hold
-    anything, and so may the entries of `pages` after those."""
+) -> Float32[Array, "B n N"]:
+    """Scores of n rows a request against that request's paged keys, N = maxpages * page: the bits `row_scores_triton`
+    gives for the same keys laid out contiguously. Row i of request b sees the first lengths[b, i] of them; the columns
+    after those hold anything, and so may the entries of page_table after those."""
     num_pages, page_size, dim = key_pages.shape
     keys = key_pages.reshape(num_pages * page_size, dim)
     scales = None if scale_pages is None else scale_pages.reshape(-1)
     ks = jnp.zeros_like(lengths)
-    return _call(q, gates, ks, lengths, keys, scales, pages, page_size, platform, tile, interpret)
+    return _call(q, gates, ks, lengths, keys, scales, page_table, page_size, platform, tile, interpret)

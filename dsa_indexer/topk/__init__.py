@@ -3,12 +3,16 @@
 from collections.abc import Callable
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32, Int32
 
+from dsa_indexer.tiles import runs_kernels
 from dsa_indexer.topk import reference, threshold
 from dsa_indexer.topk.order import INT_MAX, NOTHING_FORCED, ForcedTokens, window_order
+from dsa_indexer.topk.triton import LARGEST_K, select_topk_triton
+from vitstripe.platform import Platform, default_platform
 
 __all__ = ["IMPLEMENTATIONS", "NOTHING_FORCED", "ForcedTokens", "require_k", "select_topk", "take_all"]
 
@@ -21,7 +25,7 @@ IMPLEMENTATIONS: dict[str, Callable[[Array, int], Array]] = {
 """All give the same bits."""
 
 DEFAULT = "threshold"
-"""Measured on a CPU only; see docs/indexer.md."""
+"""In plain XLA; see docs/indexer.md."""
 
 
 def require_k(k: int) -> None:
@@ -35,6 +39,7 @@ def take_all(lengths: Int32[Array, "M"], k: int) -> Int32[Array, "M k"]:
     return jnp.where(position < lengths[:, None], position, -1)
 
 
+@jax.named_scope("select")
 def select_topk(
     scores: Float32[Array, "M N"],
     ks: Int32[Array, "M"],
@@ -42,7 +47,8 @@ def select_topk(
     *,
     k: int,
     forced: ForcedTokens = NOTHING_FORCED,
-    implementation: str = DEFAULT,
+    platform: Platform | None = None,
+    implementation: str | None = None,
 ) -> Int32[Array, "M k"]:
     """The k largest of scores[m, ks[m] : ks[m] + lengths[m]], as positions relative to ks, ascending, then -1.
 
@@ -50,9 +56,14 @@ def select_topk(
     rank last but are keys like any other when fewer than k are better. Columns outside the window are never read as
     scores. A length of 0 or below gives -1 alone. forced: keys that come before all others.
 
-    Where no row has more than k keys, nothing is compared. implementation: one of IMPLEMENTATIONS.
+    platform: what it is compiled for, None for the first device. On a GPU kernels select, for k up to LARGEST_K; plain
+    XLA does elsewhere, and where `implementation` names one of IMPLEMENTATIONS. Where no row has more than k keys,
+    nothing is compared.
     """
-    select = IMPLEMENTATIONS[implementation]
+    platform = platform or default_platform()
+    if implementation is None and runs_kernels(platform) and k <= LARGEST_K:
+        return select_topk_triton(scores, ks, lengths, k=k, forced=forced, platform=platform)
+    select = IMPLEMENTATIONS[implementation or DEFAULT]
 
     def compare() -> Int32[Array, "M k"]:
         column = select(window_order(scores, ks, lengths, forced), k)

@@ -23,7 +23,7 @@ _GUESSES = 3
 """Thresholds taken from the sample before they are bisected."""
 
 
-def _goal(k: int, capacity: int) -> float:
+def goal(k: int, capacity: int) -> float:
     """The rank a guess aims at: k and capacity are equally far from it, in proportion."""
     return (k * capacity) ** 0.5
 
@@ -31,7 +31,7 @@ def _goal(k: int, capacity: int) -> float:
 def _aim(length: Array, size: int, k: int, capacity: int) -> Array:
     """The rank in a sample of `size` that the goal in the row corresponds to, float32."""
     taken = jnp.minimum(length, size).astype(jnp.float32)
-    return taken * _goal(k, capacity) / jnp.maximum(length, 1).astype(jnp.float32)
+    return taken * goal(k, capacity) / jnp.maximum(length, 1).astype(jnp.float32)
 
 
 def _rank(aim: Array, size: int) -> Array:
@@ -51,6 +51,11 @@ def _fits(above: Array, level: Array, k: int, capacity: int) -> tuple[Array, Arr
     return above + jnp.minimum(level, k) > capacity, above + level < k
 
 
+def _row_of_program() -> Array:
+    """Last rows first: in a causal batch they are the longest, and the short ones fill the gaps at the end."""
+    return pl.num_programs(0) - 1 - pl.program_id(0)
+
+
 def guess_kernel(
     scores_ref: Any,
     ks_ref: Any,
@@ -63,7 +68,7 @@ def guess_kernel(
     forced: ForcedTokens,
     tile: SelectTile,
 ):
-    row = pl.program_id(0)
+    row = _row_of_program()
     length = lengths_ref[row]
 
     def guess():
@@ -95,7 +100,7 @@ def filter_kernel(
     forced: ForcedTokens,
     tile: SelectTile,
 ):
-    row = pl.program_id(0)
+    row = _row_of_program()
     length = lengths_ref[row]
 
     def work(fast: bool):
@@ -152,7 +157,7 @@ def repair_kernel(
                 high = jnp.where(too_high, threshold - 1, high)
                 # The rank that would have been right, if the sample's ranks were the row's.
                 reached = jnp.maximum(above + jnp.minimum(level, 1), 1).astype(jnp.float32)
-                aim = aim * _goal(k, capacity) / reached
+                aim = aim * goal(k, capacity) / reached
                 sampled, _ = window.sample(tile.sample, _rank(aim, tile.sample))
                 middle = (low & high) + lax.shift_right_arithmetic(low ^ high, jnp.int32(1))
                 threshold = jnp.where(attempt < _GUESSES, jnp.clip(sampled, low, high), middle)

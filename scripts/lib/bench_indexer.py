@@ -16,11 +16,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import lax
 
-from dsa_indexer import RowBatch, topk_rows
+from dsa_indexer import Indexer, IndexerConfig, RowBatch, inverse_frequencies, project_rows, rope_tables, topk_rows
+from dsa_indexer.chunks import LOGITS_BYTES
 from dsa_indexer.scores import ROW_TILE, row_scores
 from dsa_indexer.stripes import imbalance, take_owned
+from dsa_indexer.tiles import runs_kernels
 from dsa_indexer.topk import IMPLEMENTATIONS, select_topk
 from vitstripe.platform import platform_of
 
@@ -29,6 +32,8 @@ share of floor   floor over time: what a device could do if it only multiplied (
                  (selections), or both. The floor's rates are measured in this run: one large matrix product, one copy.
 a device's share the rows that the busiest of `tp` devices owns, scored and selected on this one device. The merge is
                  not in it.
+whole layer      a prompt without a prefix, from hidden states to the selection; each device projects all keys and its
+                 own rows' queries. Heavily tied: 37 different keys.
 Medians; several dispatches a synchronisation. Every implementation is checked to give the same bits first."""
 
 
@@ -46,6 +51,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--k", type=int, default=2048)
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--layer-rows", type=int, default=32768, metavar="M", help="rows of the whole-layer lines")
+    parser.add_argument("--hidden", type=int, default=6144, help="hidden size of the whole-layer lines")
+    parser.add_argument("--q-lora", type=int, default=2048, help="width of the queries' input there")
+    parser.add_argument("--logits-mib", type=int, default=LOGITS_BYTES >> 20, help="MiB of scores alive at once")
     parser.add_argument("--tp", type=int, default=8, help="devices that the rows are striped over")
     parser.add_argument("--stripe", type=int, default=64, help="rows of a stripe")
     parser.add_argument("--seconds", type=float, default=1.0, help="time for each line")
@@ -146,16 +155,17 @@ class Bench:
             if values is None:
                 values = jnp.asarray(rng.normal(size=(num_rows, num_keys)), jnp.float32)
             results = {}
-            for implementation in IMPLEMENTATIONS:
+            for implementation in (*([None] if runs_kernels(self.device) else []), *IMPLEMENTATIONS):
                 run = partial(select_topk, k=o.k, implementation=implementation)
-                out = self.line(num_rows, num_keys, f"select, {name}{implementation}", run, (values, ks, lengths), read)
+                what = f"select, {name}{implementation or 'kernel'}"
+                out = self.line(num_rows, num_keys, what, run, (values, ks, lengths), read)
                 if out is not None:
-                    results[implementation] = np.asarray(out)
+                    results[what] = np.asarray(out)
             if len({result.tobytes() for result in results.values()}) > 1:
                 raise SystemExit(f"error: {', '.join(results)} select different keys")
         del scores
 
-        both = partial(topk_rows, k=o.k)
+        both = partial(topk_rows, k=o.k, logits_bytes=o.logits_mib << 20)
         whole = self.line(
             num_rows,
             num_keys,
@@ -179,11 +189,92 @@ class Bench:
             (q, gates, keys, ks, lengths),
             (multiply + read) * balance / o.tp,
         )
-        self.lines[-1]["balance"] = balance
+        if share is not None:
+            self.lines[-1]["balance"] = balance
         if whole is not None and share is not None and num_rows % (o.tp * o.stripe) == 0:
             own = np.asarray(take_owned(whole, jnp.int32(o.tp - 1), o.stripe, o.tp))
             if not np.array_equal(own, np.asarray(share)):
                 raise SystemExit("error: the striped share selects other keys than the replicated program")
+
+    def layer(self, num_rows: int) -> None:
+        """A prompt of num_rows tokens without a prefix: what each of tp devices does, in turn, beside the whole."""
+        o, half = self.options, 32
+        config = IndexerConfig(
+            num_heads=o.heads,
+            head_dim=o.dim,
+            topk=o.k,
+            rope_dim=min(2 * half, o.dim),
+            rope_theta=8e6,
+            q_lora_rank=o.q_lora,
+            hidden_size=o.hidden,
+            layer_types=("full",),
+        )
+        graphdef, state = nnx.split(nnx.eval_shape(lambda: Indexer(config, self.dtype)))
+        rng, leaves = np.random.default_rng(0), jax.tree.structure(state)
+        state = jax.tree.unflatten(
+            leaves,
+            [jnp.asarray(rng.normal(size=x.shape) / x.shape[-1] ** 0.5, x.dtype) for x in jax.tree.leaves(state)],
+        )
+        x, q_lora = (
+            jnp.asarray(rng.standard_normal((num_rows, n), np.float32), self.dtype) for n in (o.hidden, o.q_lora)
+        )
+        cos, sin = rope_tables(jnp.arange(num_rows), inverse_frequencies(config.rope_dim, config.rope_theta))
+        lengths = jnp.arange(1, num_rows + 1, dtype=jnp.int32)
+        rows = RowBatch(jnp.zeros_like(lengths), lengths)
+        pairs = num_rows * (num_rows + 1) // 2
+        floor = 2 * o.heads * o.dim * pairs / self.flops + 4 * pairs / self.bytes
+        select = partial(topk_rows, k=o.k, logits_bytes=o.logits_mib << 20)
+
+        def queries(state, inputs):
+            return project_rows(nnx.merge(graphdef, state).queries, inputs, batch=num_rows)
+
+        def keys_of(state, x, cos, sin):
+            return nnx.merge(graphdef, state).keys(x, cos, sin)
+
+        def own(device, values):
+            return jax.tree.map(lambda x: take_owned(x, device, o.stripe, o.tp), values)
+
+        def whole_layer(state, x, q_lora, cos, sin, rows):
+            return select(*queries(state, (x, q_lora, cos, sin)), keys_of(state, x, cos, sin), None, rows)
+
+        def own_layer(state, x, q_lora, cos, sin, rows, device):
+            inputs, rows = own(device, ((x, q_lora, cos, sin), rows))
+            return select(*queries(state, inputs), keys_of(state, x, cos, sin), None, rows)
+
+        def whole_scores(q, gates, keys, rows):
+            return select(q, gates, keys, None, rows)
+
+        def own_scores(q, gates, keys, rows, device):
+            (q, gates), rows = own(device, ((q, gates), rows))
+            return select(q, gates, keys, None, rows)
+
+        inputs = (state, x, q_lora, cos, sin)
+        q, gates = jax.jit(queries)(state, inputs[1:])
+        keys = jax.jit(keys_of)(state, x, cos, sin)
+        few = jnp.asarray(rng.integers(0, 37, num_rows))  # 37 different keys: each score of a row comes many times
+        for what, whole, part, args in (
+            ("score and select", whole_scores, own_scores, (q, gates, keys)),
+            ("the same, heavily tied", whole_scores, own_scores, (q, gates, keys[few])),
+            ("whole layer", whole_layer, own_layer, inputs),
+        ):
+            found = self.line(num_rows, num_rows, f"{what}, replicated", whole, (*args, rows), floor)
+            if found is None:
+                continue
+            replicated, shares = self.lines[-1]["seconds"], []
+            compiled = jax.jit(part).lower(*args, rows, jnp.int32(0)).compile()
+            for device in range(o.tp):
+                mine = (*args, rows, jnp.int32(device))
+                same = take_owned(found, jnp.int32(device), o.stripe, o.tp)
+                if num_rows % (o.tp * o.stripe) == 0 and not np.array_equal(compiled(*mine), same):
+                    raise SystemExit(f"error: {what}: device {device} selects other keys than the replicated program")
+                shares.append(median_seconds(compiled, mine, self.options.seconds / 2))
+            ratio = max(shares) * o.tp / replicated
+            self.lines.append({"rows": num_rows, "what": what, "shares": shares, "ratio": ratio})
+            print(
+                f"{num_rows:>6} {num_rows:>7} {what}: the slowest of {o.tp} devices takes {1e3 * max(shares):.3f} ms, "
+                f"the fastest {1e3 * min(shares):.3f}: {ratio:.3f} / {o.tp} of replicated",
+                flush=True,
+            )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -194,10 +285,12 @@ def main(arguments: list[str] | None = None) -> int:
         options.seconds = min(options.seconds, 0.3)
         if on_cpu:
             options.tp, options.stripe = 2, ROW_TILE
+            options.layer_rows, options.hidden, options.q_lora, options.k = 256, 256, 128, min(options.k, 64)
     bench = Bench(options)
     for num_keys in options.keys:
         for num_rows in options.rows:
             bench.shape(num_rows, num_keys)
+    bench.layer(options.layer_rows)
     print("\n" + EXPLAIN)
     if options.json:
         head = {

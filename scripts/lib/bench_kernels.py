@@ -27,8 +27,11 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from dsa_indexer import sparse_mla
 from dsa_indexer.scores.triton import row_scores_triton
 from dsa_indexer.topk.triton import select_topk_triton
+from serving.config import ROW_TILE
+from serving.models.paged_attention.triton import paged_attention_triton
 from vitbatch.attention.triton import attend_triton
 from vitbatch.config import align
 from vitbatch.lanes import Segments
@@ -36,11 +39,15 @@ from vitstripe.platform import Platform, platform_of
 
 CACHE_BYTES = 256 << 20
 """Input sets are rotated until they hold at least this much, so that no run finds its inputs in the cache."""
+PLAIN = Platform("cpu", "", "")
+"""Asks a dispatch function for plain XLA, whatever the machine."""
 GROUP, GROUPS = 20, 7  # dispatches a synchronisation; their median is taken over the groups
+PARTS = ("attention", "scores", "selection", "sparse", "paged")
 EXPLAIN = """\
 TFLOP/s count useful work only: 4 * tokens^2 * head dim * heads for attention, 2 * dim * heads for each pair of a row
-and a key it sees for scores. TB/s of a selection count one read of the scores. floor: the useful work at the rate of
-an 8192^3 bfloat16 product, or the read at the rate of a large copy (read and written), both measured in this run."""
+and a key it sees for scores. TB/s of a selection count one read of the scores, those of a paged decode one of keys and
+values. floor: the useful work at the rate of an 8192^3 bfloat16 product, or the read at the rate of a large copy (read
+and written), both measured in this run."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +69,11 @@ class Line:
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="scripts/bench_kernels",
-        description="Times packed attention, index scores and the selection of the largest on a GPU: medians, random "
-        "data, everything in one run. Prints a table and writes JSON.",
+        description="Times packed, sparse and paged attention, index scores and selection of the largest on a GPU: "
+        "medians, random data, everything in one run. Prints a table and writes JSON.",
         epilog="example: scripts/bench_kernels --only attention --json kernels.json",
     )
-    parser.add_argument("--only", choices=("attention", "scores", "selection"), action="append")
+    parser.add_argument("--only", choices=PARTS, action="append")
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser.parse_args(arguments)
 
@@ -199,6 +206,71 @@ class Bench:
             if find_spec("torch") is not None:
                 self.put(name, "torch.topk", torch_topk_seconds([x for (x,) in sets], k), amount, "TB/s")
 
+    def sparse(self) -> None:
+        heads, width, value_dim, k, rows = 64, 576, 512, 2048, 4096
+        attend = partial(sparse_mla, scale=width**-0.5, value_dim=value_dim)
+        for slots in (32768, 131072):
+            name = f"sparse attention, {rows} rows, {heads} heads, {k} of {slots} slots"
+            flop = 2.0 * rows * heads * k * (width + value_dim)
+            make = partial(sparse_inputs, rows=rows, heads=heads, width=width, requests=1, slots=slots, k=k)
+            sets = rotated(make)
+            self.add(name, "kernel", sets, partial(attend, platform=self.platform), flop, "TFLOP/s", group=5)
+        self.add(name, "plain XLA", sets, partial(attend, platform=PLAIN), flop, "TFLOP/s", group=1)
+        if find_spec("torch") is not None:
+            self.put(name, "torch, gather and sdpa", torch_sparse_seconds(sets, value_dim), flop, "TFLOP/s")
+        requests, keys = 64, 8192
+        make = partial(sparse_inputs, rows=requests, heads=heads, width=width, requests=requests, slots=keys, k=k)
+        sets, name = rotated(make), f"sparse decode, {requests} x {keys} keys, {heads} heads, {k} selected"
+        amount = 2.0 * requests * k * width
+        self.add(name, "kernel", sets, partial(attend, platform=self.platform), amount, "TB/s")
+        self.add(name, "plain XLA", sets, partial(attend, platform=PLAIN), amount, "TB/s", group=4)
+        if find_spec("torch") is not None:
+            self.put(name, "torch, gather and sdpa", torch_sparse_seconds(sets, value_dim), amount, "TB/s")
+
+    def paged(self) -> None:
+        requests, keys, heads, kv_heads, dim, page = 64, 8192, 32, 8, 128, 64
+        width = keys // page
+        draw = np.random.default_rng(0)
+        table = jnp.asarray(draw.permutation(requests * width).reshape(requests, width).astype(np.int32))
+        cache = [normal(i, (requests * width, page, kv_heads, dim), jnp.bfloat16) for i in range(2)]
+        own = jnp.arange(kv_heads, dtype=jnp.int32)
+        kernel = partial(paged_attention_triton, scale=dim**-0.5, platform=self.platform)
+
+        name = f"paged decode, {requests} x {keys} keys, {heads} heads on {kv_heads} of {dim}"
+        rows = jnp.arange(requests, dtype=jnp.int32)
+        # The keys alone are many times what the cache holds, so the same ones may be read again.
+        sets = [(normal(i, (requests, heads, dim), jnp.bfloat16), *cache) for i in range(2)]
+        full = jnp.full(requests, keys, jnp.int32)
+        amount = 2.0 * requests * keys * kv_heads * dim * 2
+
+        def decode(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return kernel(q, k, v, full, rows, table, own)
+
+        self.add(name, "kernel", sets, decode, amount, "TB/s")
+        if self.platform.kind == "cuda":
+            peer = partial(jax.nn.dot_product_attention, implementation="cudnn")
+            shape = (requests, keys, kv_heads, dim)
+            flat = [(q[:, None], *(x.reshape(shape) for x in cache)) for q, *_ in sets]
+            self.add(name, "cuDNN, keys side by side", flat, peer, amount, "TB/s")
+
+        count = 2048
+        name = f"paged extend, the last {count} rows of {keys}"
+        lengths = jnp.arange(keys - count, keys, dtype=jnp.int32) + 1
+        tiles = jnp.zeros(count // ROW_TILE, jnp.int32)
+        amount = 4.0 * (count * keys - count * (count - 1) / 2) * heads * dim
+
+        def extend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return kernel(q, k, v, lengths, tiles, table, own)
+
+        sets = [(normal(i, (count, heads, dim), jnp.bfloat16), *cache) for i in range(2)]
+        self.add(name, "kernel", sets, extend, amount, "TFLOP/s")
+        if self.platform.kind == "cuda":
+            peer = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+            shapes = [(1, keys, n, dim) for n in (heads, kv_heads, kv_heads)]
+            sets = [tuple(normal(3 * i + j, s, jnp.bfloat16) for j, s in enumerate(shapes)) for i in range(2)]
+            amount = 2.0 * keys * (keys + 1) * heads * dim
+            self.add(name, f"cuDNN, all {keys} rows, causal", sets, peer, amount, "TFLOP/s")
+
     def table(self) -> Table:
         table = Table(box=SIMPLE)
         for column in ("work", "what", "ms", "rate", "floor ms", "floor/time"):
@@ -226,6 +298,42 @@ def segments_of(lengths: Sequence[int]) -> Segments[jax.Array]:
     return Segments(jnp.asarray(first), jnp.asarray(end))
 
 
+def sparse_inputs(number: int, *, rows: int, heads: int, width: int, requests: int, slots: int, k: int) -> tuple:
+    """q, kv and indices: each of `requests` requests has `slots` slots and as many of the rows; its rows select k of
+    them, spread evenly at random, ascending."""
+    q = normal(3 * number, (rows, heads, width), jnp.bfloat16)
+    kv = normal(3 * number + 1, (requests * slots, width), jnp.bfloat16)
+    place = jax.random.uniform(jax.random.key(3 * number + 2), (rows, k))
+    chosen = ((jnp.arange(k) + place) * (slots / k)).astype(jnp.int32)
+    request = jnp.arange(rows, dtype=jnp.int32) // (rows // requests)
+    return q, kv, chosen + request[:, None] * slots
+
+
+def torch_sparse_seconds(sets: Sequence[tuple], value_dim: int, block: int = 256) -> float:
+    """What PyTorch offers: the rows' keys are gathered, `block` rows at a time, and the heads attend to them."""
+    import torch
+
+    tensors = [tuple(torch.from_dlpack(x) for x in arrays) for arrays in sets]
+
+    def attend(q: Any, kv: Any, indices: Any) -> None:
+        for start in range(0, q.shape[0], block):
+            keys = kv[indices[start : start + block]][:, None]
+            torch.nn.functional.scaled_dot_product_attention(
+                q[start : start + block, None], keys, keys[..., :value_dim], scale=q.shape[2] ** -0.5
+            )
+
+    for arrays in tensors:
+        attend(*arrays)
+    torch.cuda.synchronize()
+    times = []
+    for i in range(GROUPS):
+        start = time.perf_counter()
+        attend(*tensors[i % len(tensors)])
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
 def torch_topk_seconds(arrays: Sequence[jax.Array], k: int) -> float:
     import torch
 
@@ -251,7 +359,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: the kernels need a GPU; this machine has {platform.kind} ({platform.name})", file=sys.stderr)
         return 1
     bench = Bench(platform)
-    for part in options.only or ("attention", "scores", "selection"):
+    for part in options.only or PARTS:
         getattr(bench, part)()
     today = datetime.date.today().isoformat()
     bench.console.print(

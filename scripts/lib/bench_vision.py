@@ -26,15 +26,15 @@ from rich.console import Console
 from rich.table import Table
 
 from scripts.lib.made_up_tower import TowerSize, add_size_options, size_of, write_checkpoint
-from vitbatch import EncoderConfig, VisionEncoder, WarmupReport
+from scripts.lib.tower_rates import TowerRates, on_a_gpu
+from vitbatch import EncoderConfig, Frame, VisionEncoder, WarmupReport
 from vitbatch.checkpoint import bind_tower
-from vitbatch.encoder import Frame
 from vitstripe import make_mesh
 from vitstripe.checkpoint import Checkpoint, load, save_orbax
 from vitstripe.platform import platform_of
 
 Grid = tuple[int, int]
-GRIDS = ("4x4", "8x8", "16x16", "24x40", "32x32", "64x64")
+GRIDS = ("4x4", "6x6", "8x8", "16x16", "24x40", "32x32", "64x64")
 # A call's worth of each size: enough images to batch, not so many that a round takes long.
 PATCHES, MOST_IMAGES, LEAST_IMAGES = {"cpu": 4096, "gpu": 65536}, 64, 3
 
@@ -238,7 +238,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="scripts/bench_vision",
         description="Times a vision tower with random weights on this machine: images a second request by request and "
         "batched, on one lane and on several, beside transformers' tower where torch is installed; warm-up cold and "
-        "from the disk cache; loading. The ways of a row are run in turn, round by round.",
+        "from the disk cache; loading. On a GPU also how near its own limits the tower runs, beside torch. The ways of "
+        "a row are run in turn, round by round.",
         epilog="example: scripts/bench_vision --width 1152 --depth 27 --cosine",
     )
     add_size_options(parser)
@@ -248,11 +249,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lanes", type=int, help="devices of the several lanes (default: all; 2 on a CPU)")
     parser.add_argument("--cosine", action="store_true", help="compare bfloat16 rows batched, alone and in float32")
     parser.add_argument("--no-speed", action="store_true", help="leave the table of speeds out")
+    parser.add_argument("--no-limits", action="store_true", help="on a GPU: leave its limits and torch out")
     parser.add_argument("--no-start-up", action="store_true", help="leave warm-up and loading out")
     parser.add_argument("--no-rival", action="store_true", help="leave transformers' tower out")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
-    # As many patches an image as the largest default grid, so that a CPU compiles few buckets.
-    parser.set_defaults(max_pixels=64 * 64 * 256)
+    # From the smallest default grid, so that there are tiny lanes, to the largest, so that a CPU compiles few buckets.
+    parser.set_defaults(min_pixels=4 * 4 * 256, max_pixels=64 * 64 * 256)
     return parser.parse_args(arguments)
 
 
@@ -274,6 +276,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse_arguments(arguments)
     logging.getLogger("absl").setLevel(logging.WARNING)
     jax.config.update("jax_num_cpu_devices", args.lanes or 2)
+    # Of a GPU's memory, so that torch has the rest.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
     console = Console() if sys.stdout.isatty() else Console(width=120)
     device = platform_of(jax.devices()[0])
     lanes = args.lanes or len(jax.devices())
@@ -301,6 +305,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             busy = f", load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores" if hasattr(os, "getloadavg") else ""
             console.print(speed_table(speeds, f"images a second: {title}{busy}{rivals}", lanes))
             figures["speed"] = [asdict(speed) for speed in speeds]
+        if on_a_gpu() and not args.no_limits:
+            rates = TowerRates(folder, size, console)
+            rates.run()
+            console.print(f"floor: {rates.flops / 1e12:.0f} TFLOP/s in an 8192^3 product")
+            console.print(rates.table())
+            figures["limits"] = {
+                "floor": rates.flops,
+                "products": [{"shape": shape, "seconds": seconds} for shape, seconds in rates.products.items()],
+                "rates": [asdict(rate) for rate in rates.rates],
+            }
         if args.cosine:
             del one
             found = cosines(folder, EncoderConfig())

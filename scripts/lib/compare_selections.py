@@ -20,13 +20,14 @@ from vitstripe.checkpoint import Checkpoint, load, raise_problems
 from vitstripe.mesh import make_mesh
 
 
-def selections_of(lm: LanguageModel, state, ids: list[int], how: Selection) -> np.ndarray:
+def selections_of(lm: LanguageModel, weights, ids: list[int], how: Selection) -> np.ndarray:
     """int32 [full layers, tokens, k]: what each full layer selects for each token of the prompt."""
     config, pages = lm.config, lm.shapes.pages
-    packer, caches, compiled, found = Packer(config, pages, gather_pages=lm.gather_pages), lm.new_caches(), {}, []
+    packer, compiled, found = Packer(config, pages, gather_pages=lm.gather_pages), {}, []
+    caches, seats = lm.new_caches(), lm.new_seats()
     positions = np.broadcast_to(np.arange(len(ids), dtype=np.int32), (3, len(ids)))
     seq = Sequence(Submission("", ids, (), SamplingParams(1)), lambda event: None, positions, 0, seed=0)
-    seq.pages = list(range(pages))
+    seq.add_pages(range(pages))
     for start in range(0, len(ids), config.prefill_tokens):
         chunk = Chunk(seq, start, min(start + config.prefill_tokens, len(ids)))
         rows = bucket_for(config.token_buckets, chunk.rows)
@@ -35,8 +36,9 @@ def selections_of(lm: LanguageModel, state, ids: list[int], how: Selection) -> n
         splice, extend = compiled[rows]
         tokens, _, step = packer.extend([chunk], rows)
         samples = samples_of([], config.max_seqs)
-        *_, caches, selected = extend(state, (splice(state, tokens), None), caches, step, samples)
-        found.append(np.stack([np.asarray(s)[: chunk.stop - chunk.start] for s in selected]))
+        out = extend(weights, (splice(weights, tokens), None), caches, step, samples, seats)
+        caches, seats = out.caches, out.seats
+        found.append(np.stack([np.asarray(s)[: chunk.stop - chunk.start] for s in out.selections]))
     return np.concatenate(found, axis=1)
 
 
@@ -48,9 +50,9 @@ def main() -> None:
     config = EngineConfig(tp=tp, max_model_len=checkpoint.config["max_position_embeddings"])
     binding = bind_decoder(checkpoint, tp=tp, dtype=jnp.float32)
     raise_problems(checkpoint, [binding])
-    state = load(checkpoint, binding, mesh)
+    weights = tuple(jax.tree.leaves(load(checkpoint, binding, mesh)))
     lm = LanguageModel(binding.graphdef, binding.abstract, mesh, config, LmShapes(config.pages_per_seq))
-    replicated, striped = (selections_of(lm, state, ids, how) for how in (Selection(None), lm.selections[-1]))
+    replicated, striped = (selections_of(lm, weights, ids, how) for how in (Selection(None), lm.selections[-1]))
     equal = (replicated == striped).all(-1)
     print(f"{int(equal.sum())} of {equal.size} rows equal")
 

@@ -11,9 +11,12 @@ import jax.numpy as jnp
 
 from dsa_indexer.quant import KeyFormat
 from dsa_indexer.scores.triton import paged_scores_triton, row_scores_triton
+from dsa_indexer.sparse_mla.triton import sparse_mla_triton
 from dsa_indexer.topk.order import ForcedTokens
 from dsa_indexer.topk.triton import select_topk_triton
 from scripts.lib.amd_isa import LDS_BYTES, KernelReport
+from serving.config import ROW_TILE
+from serving.models.paged_attention.triton import paged_attention_triton
 from vitbatch.attention.triton import attend_triton, attend_windows_triton
 from vitbatch.lanes import Segments
 from vitstripe.platform import Platform
@@ -28,13 +31,14 @@ _FP8 = {"gfx942": r"v_mfma_f32_\d+x\d+x\d+_fp8_fp8", "gfx950": r"v_mfma_f32_\d+x
 @dataclass(frozen=True)
 class KernelCase:
     """fn(*args) holds the kernels. mfma: a regular expression that each of their matrix instructions must match; None
-    where they have none."""
+    where they have none. plain: names of kernels in fn that multiply no matrices beside those that do."""
 
     name: str
     arch: str
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     mfma: str | None
+    plain: tuple[str, ...] = ()
 
 
 def _array(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
@@ -42,20 +46,19 @@ def _array(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
 
 
 def _attention(platform: Platform) -> Iterator[KernelCase]:
-    capacity, heads = 4096, 16
-    blocks = _array(capacity // 64)
-    for head_dim in (64, 72, 80, 128):
-        x = _array(capacity, heads, head_dim, dtype=jnp.bfloat16)
-        args = (x, x, x, Segments(blocks, blocks))
-        mfma = _BF16[platform.arch]
-        yield KernelCase(
-            f"attention, head dim {head_dim}", platform.arch, partial(attend_triton, platform=platform), args, mfma
-        )
-        if head_dim == 80:  # Qwen2.5-VL
-            windowed = partial(attend_windows_triton, window_patches=64, platform=platform)
-            yield KernelCase(
-                f"window attention, head dim {head_dim}", platform.arch, windowed, (*args, _array(capacity)), mfma
-            )
+    heads, mfma = 16, _BF16[platform.arch]
+    for label, capacity, block in (("", 4096, 64), (" of one image", 1024, 64), (" of tiny images", 1024, 16)):
+        blocks = _array(capacity // block)
+        for head_dim in (64, 72, 80, 128):
+            x = _array(capacity, heads, head_dim, dtype=jnp.bfloat16)
+            fused = _array(capacity, 3 * heads, head_dim, dtype=jnp.bfloat16)
+            args = (x, x, fused, Segments(blocks, blocks))
+            kernel = partial(attend_triton, platform=platform)
+            yield KernelCase(f"attention{label}, head dim {head_dim}", platform.arch, kernel, args, mfma)
+            if head_dim == 80:  # Qwen2.5-VL
+                windowed = partial(attend_windows_triton, window_patches=64, platform=platform)
+                name = f"window attention{label}, head dim {head_dim}"
+                yield KernelCase(name, platform.arch, windowed, (*args, _array(capacity)), mfma)
 
 
 def _scores(platform: Platform) -> Iterator[KernelCase]:
@@ -78,12 +81,12 @@ def _scores(platform: Platform) -> Iterator[KernelCase]:
                     name, platform.arch, partial(row_scores_triton, platform=platform), args, mfma[platform.arch]
                 )
         args = (
-            _array(4, 32, dim, dtype=dtype),
-            _array(4, 32, dtype=jnp.float32),
+            _array(16, 1, 32, dim, dtype=dtype),
+            _array(16, 1, 32, dtype=jnp.float32),
             _array(1000, page, dim, dtype=dtype),
             None if label == "bfloat16" else _array(1000, page, dtype=jnp.float32),
-            _array(keys // page),
-            _array(4),
+            _array(16, keys // page),
+            _array(16, 1),
         )
         yield KernelCase(
             f"paged scores, {label}",
@@ -101,11 +104,45 @@ def _selection(platform: Platform) -> Iterator[KernelCase]:
         yield KernelCase(f"top {k}", platform.arch, fn, args, None)
     fn = partial(select_topk_triton, k=2048, forced=ForcedTokens(4, 16), platform=platform)
     yield KernelCase("top 2048, some forced", platform.arch, fn, args, None)
+    shorter = (_array(1024, 32768, dtype=jnp.float32), *args[1:])
+    fn = partial(select_topk_triton, k=2048, platform=platform)
+    yield KernelCase("top 2048 of 32768", platform.arch, fn, shorter, None)
+
+
+def _sparse(platform: Platform) -> Iterator[KernelCase]:
+    """Heads of a device of 8, of 4 and of one, of GLM-5.2's 64 and DeepSeek's 128; pooled keys add three columns."""
+    width, value_dim, slots = 576, 512, 65536
+    fn = partial(sparse_mla_triton, scale=0.1, value_dim=value_dim, platform=platform)
+    for rows, heads, k in ((4096, 8, 2048), (4096, 16, 2051), (4096, 64, 2048), (4096, 128, 2048), (64, 8, 2048)):
+        q, kv = _array(rows, heads, width, dtype=jnp.bfloat16), _array(slots, width, dtype=jnp.bfloat16)
+        name = f"sparse attention, {rows} rows, {heads} heads, {k} keys"
+        yield KernelCase(name, platform.arch, fn, (q, kv, _array(rows, k)), _BF16[platform.arch])
+
+
+def _paged(platform: Platform) -> Iterator[KernelCase]:
+    """A decode and an extend pass, with query and key heads of Qwen3-VL (2B, 8B, 32B, 235B) and heads of 64."""
+    pages = 1024
+    for heads, kv_heads, head_dim, page, width in (
+        (16, 8, 128, 64, 128),
+        (32, 8, 128, 64, 128),
+        (64, 8, 128, 64, 128),
+        (64, 4, 128, 64, 128),
+        (32, 8, 128, 16, 128),
+        (32, 8, 128, 64, 2048),
+        (16, 4, 64, 64, 128),
+    ):
+        for rows, tile_rows, name in ((64, 1, "decode"), (512, ROW_TILE, "extend")):
+            cache = _array(pages, page, kv_heads, head_dim, dtype=jnp.bfloat16)
+            q = _array(rows, heads, head_dim, dtype=jnp.bfloat16)
+            args = (q, cache, cache, _array(rows), _array(rows // tile_rows), _array(64, width), _array(kv_heads))
+            fn = partial(paged_attention_triton, scale=head_dim**-0.5, platform=platform)
+            label = f"paged {name}, {heads} heads on {kv_heads} of {head_dim}, {width} pages of {page}"
+            yield KernelCase(label, platform.arch, fn, args, _BF16[platform.arch], plain=("paged_combine",))
 
 
 def kernel_cases(arch: str) -> list[KernelCase]:
     platform = Platform("rocm", arch, arch)
-    return [*_attention(platform), *_scores(platform), *_selection(platform)]
+    return [*_attention(platform), *_scores(platform), *_selection(platform), *_sparse(platform), *_paged(platform)]
 
 
 def problems(case: KernelCase, report: KernelReport) -> list[str]:
@@ -117,7 +154,7 @@ def problems(case: KernelCase, report: KernelReport) -> list[str]:
         found.append(f"{report.lds} bytes of shared memory, {case.arch} has {LDS_BYTES[case.arch]}")
     if report.occupancy < LEAST_OCCUPANCY:
         found.append(f"{report.occupancy} wave a SIMD, at least {LEAST_OCCUPANCY} hide latencies")
-    if case.mfma is None:
+    if case.mfma is None or report.name in case.plain:
         return found
     if not report.mfma:
         found.append(f"no matrix instruction, expected {case.mfma}")

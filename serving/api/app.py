@@ -8,9 +8,11 @@ body -> parse -> images -> render and tokenise -> engine -> text
 The event loop only moves bytes: a burst of large images must not delay a health probe.
 """
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,23 +24,42 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from serving.api.answers import Answer, Kind
-from serving.api.errors import ApiError, internal, invalid, on_api_error, unavailable
-from serving.api.generation import Generation, is_alive, logger
+from serving.api.control import CONTROL_PATHS, Control
+from serving.api.delivery import Delivery, orders_of
+from serving.api.errors import ApiError, invalid, on_api_error, unavailable
+from serving.api.fetch import Fetcher
+from serving.api.generation import Generation, is_alive
 from serving.api.intake import Intake, Workers
+from serving.api.keys import Gate, Keys
 from serving.api.limits import Limits
-from serving.api.media import ImageProcessor, prepare_image
+from serving.api.media import ImageIntake, ImageProcessor
+from serving.api.messages import ImagePart
 from serving.api.observe import Observer, log_fields, trace_id
+from serving.api.openapi import document
+from serving.api.probe import Probe
 from serving.api.prompts import Prompt, chat_prompt, completion_prompt, sampling_params
-from serving.api.schemas import ImagePart, Options, parse_chat, parse_completion
-from serving.api.sse import DONE, EventStream, event, while_connected
-from serving.chat import ChatTemplate
+from serving.api.schemas import Options, parse_chat, parse_completion
+from serving.api.sse import EventStream, while_connected
+from serving.chat import AnswerParser, ChatTemplate, Parsers
 from serving.metrics import Metrics
-from serving.protocol import EngineClient, PreparedImage, Submission
-from serving.stream import TextStream
+from serving.profiling import Profiler
+from serving.protocol import EngineClient, PreparedImage
 from serving.tokenizer import Tokenizer
 
+_OPEN_PATHS = ("/health", "/ready", "/metrics")
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-Prepare = Callable[[bytes], Coroutine[Any, Any, tuple[Prompt, Options]]]
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A request ready for the engine; `parser` makes what reads the text of one of its answers."""
+
+    prompts: list[Prompt]
+    options: Options
+    parser: Callable[[], AnswerParser] = AnswerParser
+
+
+Prepare = Callable[[bytes], Coroutine[Any, Any, _Prepared]]
 
 
 def create_app(
@@ -49,6 +70,10 @@ def create_app(
     limits: Limits,
     metrics: Metrics,
     extra_routes: Sequence[BaseRoute] = (),
+    fetcher: Fetcher | None = None,
+    parsers: Parsers | None = None,
+    keys: Keys | None = None,
+    profiler: Profiler | None = None,
 ) -> Starlette:
     """The OpenAI-compatible app around an engine.
 
@@ -56,16 +81,23 @@ def create_app(
         template: None for a checkpoint without one; chats are then refused.
         processor: None for a text-only checkpoint; images are then refused.
         extra_routes: further routes, such as those of a profiler; they get the same error bodies and log lines.
+        fetcher: None for a server that takes images only as data URIs.
+        parsers: how answers to chats are read; None takes them as plain text.
+        keys: None leaves the model open and the control routes closed.
+        profiler: None for a server that makes no traces.
     """
-    api = _Api(engine, tokenizer, template, processor, limits, metrics)
+    api = _Api(engine, tokenizer, template, processor, limits, metrics, fetcher, parsers or Parsers())
     routes = [
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
         Route("/v1/completions", api.completion, methods=["POST"]),
         Route("/v1/models", api.models, methods=["GET"]),
         Route("/v1/models/{model:path}", api.model, methods=["GET"]),
         Route("/health", api.health, methods=["GET"]),
+        Route("/health_generate", api.health_generate, methods=["GET"]),
         Route("/ready", api.ready, methods=["GET"]),
         Route("/metrics", api.metrics, methods=["GET"]),
+        Route("/openapi.json", api.openapi, methods=["GET"]),
+        *Control(profiler).routes(),
         *extra_routes,
     ]
     paths = {route.path for route in routes if isinstance(route, Route)}
@@ -74,10 +106,15 @@ def create_app(
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         yield
         api.shutdown()
+        if profiler is not None:
+            await asyncio.to_thread(profiler.close)
 
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Observer, metrics=metrics, routes=paths)],
+        middleware=[
+            Middleware(Observer, metrics=metrics, routes=paths),
+            Middleware(Gate, keys=keys or Keys(), open_paths=_OPEN_PATHS, control_paths=CONTROL_PATHS),
+        ],
         exception_handlers={ApiError: on_api_error, HTTPException: _on_http_exception},
         lifespan=lifespan,
     )
@@ -94,17 +131,21 @@ class _Api:
         processor: ImageProcessor | None,
         limits: Limits,
         metrics: Metrics,
+        fetcher: Fetcher | None,
+        parsers: Parsers,
     ):
         self._engine = engine
         self._tokenizer = tokenizer
         self._template = template
-        self._processor = processor
         self._limits = limits
         self._metrics = metrics
         self._intake = Intake(limits)
         self._text = Workers(limits.text_workers, "text")
-        self._images = Workers(limits.image_workers, "image")
+        takes_images = tokenizer.image_token_id is not None
+        self._images = ImageIntake(processor if takes_images else None, limits, self._intake, fetcher)
+        self._parsers = parsers
         self._created = int(time.time())
+        self._probe = Probe(engine, tokenizer.encode_plain("a")[:1], limits)
 
     def shutdown(self) -> None:
         self._text.shutdown()
@@ -121,63 +162,67 @@ class _Api:
     async def _generate(self, request: Request, kind: Kind, prepare: Prepare) -> Response:
         arrived = time.perf_counter()
         self._check_state()
-        prompt, options = await self._read(request, prepare)
-        answer = Answer.begin(kind, self._engine.model_name, options.include_usage)
-        params = sampling_params(options, prompt, self._engine.max_model_len)
+        prepared = await self._read(request, prepare)
+        prompts, options = prepared.prompts, prepared.options
+        answer = Answer.begin(kind, self._engine.model_name, options.include_usage, options.running_usage)
+        limit, vocab = self._engine.max_model_len, self._tokenizer.vocab_size
+        params = [sampling_params(options, prompt, limit, vocab) for prompt in prompts]
         log_fields(request).update(
             answer_id=answer.id,
-            prompt_tokens=len(prompt.ids),
-            image_tokens=prompt.image_tokens,
-            images=len(prompt.images),
-            max_tokens=params.max_tokens,
+            prompts=len(prompts),
+            n=options.n,
+            prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
+            image_tokens=sum(prompt.image_tokens for prompt in prompts),
+            images=sum(len(prompt.images) for prompt in prompts),
+            max_tokens=max(p.max_tokens for p in params),
             stream=options.stream,
         )
+        for one in params:
+            self._metrics.asked(n=options.n, max_tokens=one.max_tokens)
+        ordered = list(zip(prompts, params, strict=True))
+        made = orders_of(answer, ordered, options, self._tokenizer, self._engine.eos_ids, prepared.parser)
         generation = Generation(
             self._engine,
-            Submission(answer.id, prompt.ids, prompt.images, params),
-            TextStream(self._tokenizer, options.stop),
+            [order for order, _ in made],
             limits=self._limits,
             metrics=self._metrics,
             trace_id=trace_id(request),
             arrived=arrived,
         )
-        del prompt  # the engine decides how long its images are kept
-        close = partial(_close, generation, log_fields(request))
+        delivery = Delivery(generation, answer, [shown for _, shown in made])
+        del prepared, prompts, ordered, made  # the engine decides how long the images are kept
         if options.stream:
-            return await _streamed(request, generation, answer, close)
-        return await _whole(request, generation, answer, close)
+            return await _streamed(request, delivery)
+        return await _whole(request, delivery)
 
-    async def _read(self, request: Request, prepare: Prepare) -> tuple[Prompt, Options]:
+    async def _read(self, request: Request, prepare: Prepare) -> _Prepared:
         """Read and prepare a body. A frame of its own, so that the body is not kept while the answer is made."""
         async with self._intake.body(request) as raw:
             return await while_connected(request.receive, prepare(raw))
 
-    async def _prepare_chat(self, raw: bytes) -> tuple[Prompt, Options]:
+    async def _prepare_chat(self, raw: bytes) -> _Prepared:
         parsed = await self._text.run(parse_chat, raw, self._limits)
         self._check_model(parsed.options)
         if self._template is None:
             raise invalid("this checkpoint has no chat template; use /v1/completions", "messages")
         images = await self._prepare_images(parsed.images())
         prompt = await self._text.run(chat_prompt, parsed, images, self._template, self._tokenizer)
-        return prompt, parsed.options
+        tools = parsed.tools.parameters() if parsed.tools.declared else None
+        parser = partial(self._parsers.parser, prompt.opening, tools, parallel=parsed.tools.parallel)
+        return _Prepared([prompt], parsed.options, parser)
 
-    async def _prepare_images(self, parts: Sequence[ImagePart]) -> list[PreparedImage]:
-        if not parts:
-            return []
-        processor = self._processor
-        if processor is None or self._tokenizer.image_token_id is None:
-            raise invalid("this model reads text only; send no images", parts[0].param, "unsupported_value")
+    async def _prepare_images(self, parts: list[ImagePart]) -> list[PreparedImage]:
+        began = time.perf_counter()
+        images = await self._images.prepare(parts)
+        if parts:
+            self._metrics.image_prepare(time.perf_counter() - began)
+        return images
 
-        def prepare(part: ImagePart) -> PreparedImage:
-            return prepare_image(part.payload, part.param, processor)
-
-        return await self._images.map(prepare, parts)
-
-    async def _prepare_completion(self, raw: bytes) -> tuple[Prompt, Options]:
+    async def _prepare_completion(self, raw: bytes) -> _Prepared:
         parsed = await self._text.run(parse_completion, raw, self._limits)
         self._check_model(parsed.options)
-        prompt = await self._text.run(completion_prompt, parsed.prompt, self._tokenizer)
-        return prompt, parsed.options
+        prompts = [await self._text.run(completion_prompt, one, self._tokenizer) for one in parsed.prompts]
+        return _Prepared(prompts, parsed.options)
 
     def _check_state(self) -> None:
         """Refuse before any work is done for a request that the engine would not take."""
@@ -237,59 +282,37 @@ class _Api:
             raise unavailable(f"not ready, the server is {health.state}: {health.detail}")
         return JSONResponse({"status": "ready", "state": health.state})
 
+    async def health_generate(self, request: Request) -> Response:
+        """The whole way works: the engine made a token just now."""
+        self._check_state()
+        return JSONResponse({"status": "alive", "seconds": round(await self._probe.run(), 4)})
+
+    async def openapi(self, request: Request) -> Response:
+        return JSONResponse(document(self._limits, self._engine.model_name))
+
     async def metrics(self, request: Request) -> Response:
         return Response(self._metrics.render(), media_type=_METRICS_TYPE)
 
 
-def _close(generation: Generation, fields: dict[str, Any]) -> None:
-    generation.close()
-    fields.update(
-        completion_tokens=generation.usage.completion_tokens,
-        finish_reason=generation.outcome.reason if generation.outcome else "unfinished",
-    )
-
-
-async def _whole(request: Request, generation: Generation, answer: Answer, close: Callable[[], None]) -> Response:
-    async def collect() -> str:
-        await generation.begin()
-        return "".join([piece async for piece in generation.pieces()])
+async def _whole(request: Request, delivery: Delivery) -> Response:
+    async def collect() -> dict[str, Any]:
+        await delivery.begin()
+        return await delivery.whole()
 
     try:
-        text = await while_connected(request.receive, collect())
+        return JSONResponse(await while_connected(request.receive, collect()))
     finally:
-        close()
-    assert generation.outcome is not None
-    return JSONResponse(answer.whole(text, generation.outcome))
+        delivery.close(log_fields(request))
 
 
-async def _streamed(request: Request, generation: Generation, answer: Answer, close: Callable[[], None]) -> Response:
+async def _streamed(request: Request, delivery: Delivery) -> Response:
+    close = partial(delivery.close, log_fields(request))
     try:
-        await while_connected(request.receive, generation.begin())
+        await while_connected(request.receive, delivery.begin())
     except BaseException:
         close()
         raise
-    return EventStream(_events(generation, answer, trace_id(request)), close)
-
-
-async def _events(generation: Generation, answer: Answer, request_trace: str) -> AsyncGenerator[bytes, None]:
-    """Encoded chunks. A failure is one error event and the end, without `[DONE]`: never a silently short stream."""
-    try:
-        opening = answer.opening()
-        if opening is not None:
-            yield event(opening)
-        async with aclosing(generation.pieces()) as pieces:
-            async for piece in pieces:
-                yield event(answer.piece(piece))
-        assert generation.outcome is not None
-        yield event(answer.closing(generation.outcome))
-        if answer.include_usage:
-            yield event(answer.totals(generation.outcome))
-        yield DONE
-    except ApiError as error:
-        yield event(error.body())
-    except Exception:
-        logger.exception("request %s failed while streaming", request_trace)
-        yield event(internal(request_trace).body())
+    return EventStream(delivery.events(trace_id(request)), close)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

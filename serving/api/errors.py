@@ -1,7 +1,7 @@
 """Error bodies: one nested object on every route, `{"error": {"message", "type", "param", "code"}}`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.requests import Request
@@ -54,7 +54,9 @@ def unavailable(message: str, retry_after: float = 1.0) -> ApiError:
 
 
 def overloaded(error: Overloaded) -> ApiError:
-    return unavailable(str(error), error.retry_after)
+    """429 when the queue is full: others are served, try again. 503 when nobody is."""
+    refusal = unavailable(str(error), error.retry_after)
+    return replace(refusal, status=429, code="queue_full") if error.reason == "queue_full" else refusal
 
 
 def internal(request_id: str) -> ApiError:
@@ -68,4 +70,5 @@ class Disconnected(Exception):  # noqa: N818 -- not an error: the client went aw
 
 async def on_api_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, ApiError)
+    request.state.log["error"] = error.code or error.type
     return error.response()

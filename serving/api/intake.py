@@ -1,49 +1,81 @@
 """Request bodies and the bounded worker threads that turn them into prompts."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
 from starlette.requests import Request
 
-from serving.api.errors import ApiError, invalid, unavailable
+from serving.api.errors import ApiError, invalid, overloaded
 from serving.api.limits import Limits
+from serving.protocol import Overloaded
 
 S = TypeVar("S")
 T = TypeVar("T")
 
 
 class Intake:
-    """Reads bodies within a limit each and a limit for all that are held at one time."""
+    """Reads bodies within a limit each, and limits for all that are held at one time."""
 
     def __init__(self, limits: Limits):
         self._limits = limits
         self._held = 0
+        self._bodies = 0
+
+    @contextmanager
+    def hold(self) -> Iterator[Callable[[int], None]]:
+        """A function that counts bytes as held, until the context is left.
+
+        Raises:
+            ApiError: from the function: 429, too much is held already.
+        """
+        held = 0
+
+        def more(size: int) -> None:
+            nonlocal held
+            held += size
+            self._held += size
+            if self._held > self._limits.max_preparing_bytes:
+                raise _full("requests that are being prepared hold too much; try again soon")
+
+        try:
+            yield more
+        finally:
+            self._held -= held
 
     @asynccontextmanager
     async def body(self, request: Request) -> AsyncIterator[bytes]:
         """The whole body; its bytes count as held until the context is left.
 
         Raises:
-            ApiError: 400 for another media type than JSON, 413 too large, 415 compressed, 503 too much is held already.
+            ApiError: 400 for another media type than JSON, 408 too slow, 413 too large, 415 compressed, 429 too much
+                is held already.
         """
         self._check_headers(request)
-        held = 0
-        chunks: list[bytes] = []
+        if self._bodies >= self._limits.max_preparing:
+            raise _full(f"{self._bodies} requests are being prepared; try again soon")
+        self._bodies += 1
         try:
-            async for chunk in request.stream():
-                held += len(chunk)
-                self._held += len(chunk)
-                if held > self._limits.max_body_bytes:
-                    raise self._too_large(f"more than {self._limits.max_body_bytes}")
-                if self._held > self._limits.max_preparing_bytes:
-                    raise unavailable("too many large requests are being prepared; try again soon")
-                chunks.append(chunk)
-            yield b"".join(chunks)
+            with self.hold() as hold:
+                yield await self._read(request, hold)
         finally:
-            self._held -= held
+            self._bodies -= 1
+
+    async def _read(self, request: Request, hold: Callable[[int], None]) -> bytes:
+        size, chunks = 0, []
+        try:
+            async with asyncio.timeout(self._limits.body_seconds):
+                async for chunk in request.stream():
+                    size += len(chunk)
+                    if size > self._limits.max_body_bytes:
+                        raise self._too_large(f"more than {self._limits.max_body_bytes}")
+                    hold(len(chunk))
+                    chunks.append(chunk)
+        except TimeoutError:
+            raise ApiError(408, f"the body did not come within {self._limits.body_seconds:g} s") from None
+        return b"".join(chunks)
 
     def _check_headers(self, request: Request) -> None:
         media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
@@ -63,6 +95,10 @@ class Intake:
         )
 
 
+def _full(message: str) -> ApiError:
+    return overloaded(Overloaded(message, reason="queue_full"))
+
+
 class Workers:
     """A fixed number of threads. Work that was begun for a client that left still counts against the number."""
 
@@ -70,12 +106,12 @@ class Workers:
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix=name)
 
     async def run(self, work: Callable[..., T], *args: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work, *args)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, _contained, work, *args)
 
     async def map(self, work: Callable[[S], T], items: Sequence[S]) -> list[T]:
         """Results in order. When one fails, those that were not begun are dropped."""
         loop = asyncio.get_running_loop()
-        futures = [loop.run_in_executor(self._executor, work, item) for item in items]
+        futures = [loop.run_in_executor(self._executor, _contained, work, item) for item in items]
         try:
             return list(await asyncio.gather(*futures))
         finally:
@@ -84,3 +120,16 @@ class Workers:
 
     def shutdown(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _contained(work: Callable[..., T], *args: object) -> T:
+    """`work`, whose worst end is an ordinary error of this one request.
+
+    A SystemExit would end the event loop that awaits it, and a StopIteration cannot be handed to it at all.
+    """
+    try:
+        return work(*args)
+    except BaseException as error:
+        if isinstance(error, Exception) and not isinstance(error, StopIteration):
+            raise
+        raise RuntimeError(f"a worker ended with {type(error).__name__}") from error

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, fields
 
+KIB = 1 << 10
 MIB = 1 << 20
 
 
@@ -12,17 +13,28 @@ class Limits:
 
     Args:
         max_body_bytes: of one request body; more is a 413.
-        max_preparing_bytes: of all bodies that are being read and prepared at one time; more is a 503.
+        max_preparing_bytes: of all bodies and fetched images that are being read and prepared at one time; more is a
+            429.
+        max_preparing: requests that are being read and prepared at one time; more is a 429.
+        max_header_bytes: of a request's line and headers; more is a 400.
+        header_seconds: that a client has for a request's line and headers, from the moment it connects.
+        body_seconds: that a client has for a request's body; more is a 408.
         max_images: images a request.
         max_image_bytes: of one encoded image.
+        max_image_pixels: of one image, as its header says.
+        max_request_pixels: of all images of a request, as their headers say.
         max_messages: messages a chat.
         max_text_chars: characters of a whole prompt; bounds the time spent on tokenising it.
+        max_prompts: prompts a completion.
         max_stop: stop strings a request.
         max_stop_chars: of one stop string.
+        max_stop_token_ids: ids a request that end its answers.
+        max_logit_bias: tokens a request whose logits it changes.
         text_workers: threads that parse bodies, render templates and tokenise.
         image_workers: threads that decode and resize images.
         heartbeat_seconds: an engine that showed no sign of life for longer counts as dead.
         watch_seconds: how often a waiting request looks whether the engine is still alive.
+        probe_seconds: how long /health_generate waits for its token.
         abort_seconds: how long an answer that a stop string ended waits for the engine's own counts.
 
     Raises:
@@ -31,16 +43,26 @@ class Limits:
 
     max_body_bytes: int = 32 * MIB
     max_preparing_bytes: int = 1024 * MIB
+    max_preparing: int = 1024
+    max_header_bytes: int = 64 * KIB
+    header_seconds: float = 20.0
+    body_seconds: float = 120.0
     max_images: int = 8
     max_image_bytes: int = 20 * MIB
+    max_image_pixels: int = 64_000_000
+    max_request_pixels: int = 128_000_000
     max_messages: int = 2048
     max_text_chars: int = 4_000_000
-    max_stop: int = 4
+    max_prompts: int = 128
+    max_stop: int = 16
     max_stop_chars: int = 256
+    max_stop_token_ids: int = 64
+    max_logit_bias: int = 300
     text_workers: int = 2
     image_workers: int = 2
     heartbeat_seconds: float = 120.0
     watch_seconds: float = 2.0
+    probe_seconds: float = 30.0
     abort_seconds: float = 2.0
 
     def __post_init__(self) -> None:

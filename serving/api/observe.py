@@ -60,9 +60,12 @@ class Observer:
             code = code or CLIENT_CLOSED
             route = self._route(scope["path"])
             self._metrics.http_response(route, code)
+            if "error" in fields:
+                self._metrics.rejected(fields["error"])
             line = {"request_id": trace_id, "method": scope["method"], "route": route, "status": code}
             seconds = round(time.perf_counter() - started, 4)
-            logger.info("%s", json.dumps(line | fields | {"seconds": seconds}))
+            line = line | fields | {"seconds": seconds}
+            logger.info("%s", json.dumps(line), extra={"fields": line})
 
     def _route(self, path: str) -> str:
         if path in self._routes:

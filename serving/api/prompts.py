@@ -4,19 +4,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from serving.api.errors import invalid
-from serving.api.schemas import ChatRequest, ImagePart, Message, Options, TextPart
+from serving.api.errors import invalid, unsupported
+from serving.api.messages import ImagePart, Message, TextPart
+from serving.api.schemas import ChatRequest, Options
+from serving.api.tools import SWITCHES
 from serving.chat import ChatTemplate, Shield, TemplateFault
+from serving.chat.parser import Opening
+from serving.chat.parsers import opening_of
 from serving.protocol import ImageSpan, PreparedImage, SamplingParams
 from serving.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids with every image's placeholder expanded, and where each image sits."""
+    """Token ids with every image's placeholder expanded, where each image sits, and what the end left open."""
 
     ids: list[int]
     images: tuple[ImageSpan, ...]
+    opening: Opening = "content"
 
     @property
     def image_tokens(self) -> int:
@@ -31,24 +36,67 @@ def chat_prompt(
     Raises:
         ApiError: 400: the template refused the chat or does not place each image once.
     """
+    _check_template(request, template)
     shield = Shield(tokenizer.added_initials, request.texts())
+    messages = [_template_message(message, shield, template) for message in request.messages]
+    tools = [_hidden(tool, shield) for tool in request.tools.declared]
     try:
-        rendered = template.render([_template_message(message, shield, template) for message in request.messages])
+        rendered = template.render(messages, tools=tools, **request.switches)
     except TemplateFault as error:
         raise invalid(shield.restore(str(error)), "messages") from None
-    return expand_images(tokenizer.encode_rendered(rendered, shield.restore), images, tokenizer.image_token_id)
+    prompt = expand_images(tokenizer.encode_rendered(rendered, shield.restore), images, tokenizer.image_token_id)
+    return replace(prompt, opening=opening_of(rendered))
+
+
+def _check_template(request: ChatRequest, template: ChatTemplate) -> None:
+    """Refuse what the template would pass over without a word."""
+    if request.tools.declared and not template.takes_tools:
+        raise unsupported("tools", "this model's chat template takes no tools; leave them out")
+    for name in request.switches:
+        if name not in template.variables:
+            known = ", ".join(sorted(template.variables & SWITCHES)) or "none"
+            param = "reasoning_effort" if name == "reasoning_effort" else "chat_template_kwargs"
+            raise unsupported(param, f"this model's chat template does not read {name}; those it reads: {known}")
 
 
 def _template_message(message: Message, shield: Shield, template: ChatTemplate) -> dict[str, Any]:
+    return {"role": message.role, "content": _template_content(message, shield, template)} | _hidden(
+        _extras(message), shield
+    )
+
+
+def _template_content(message: Message, shield: Shield, template: ChatTemplate) -> str | list[dict[str, Any]]:
     texts = [shield.hide(part.text) for part in message.parts if isinstance(part, TextPart)]
     has_image = any(isinstance(part, ImagePart) for part in message.parts)
     if message.plain or not (template.takes_parts or has_image):
-        return {"role": message.role, "content": "\n".join(texts)}
-    parts = [
+        return "\n".join(texts)
+    return [
         {"type": "text", "text": shield.hide(part.text)} if isinstance(part, TextPart) else {"type": "image"}
         for part in message.parts
     ]
-    return {"role": message.role, "content": parts}
+
+
+def _extras(message: Message) -> dict[str, Any]:
+    """What only some turns have; a key that says nothing is left out, because templates test for its presence."""
+    calls = [
+        {
+            **({"id": call.id} if call.id is not None else {}),
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for call in message.calls
+    ]
+    extras = {"tool_call_id": message.call_id, "name": message.name, "reasoning_content": message.reasoning}
+    return {key: value for key, value in extras.items() if value is not None} | ({"tool_calls": calls} if calls else {})
+
+
+def _hidden(value: Any, shield: Shield) -> Any:
+    """A JSON value with every text in it hidden."""
+    if isinstance(value, str):
+        return shield.hide(value)
+    if isinstance(value, dict):
+        return {shield.hide(key): _hidden(inner, shield) for key, inner in value.items()}
+    return [_hidden(inner, shield) for inner in value] if isinstance(value, list) else value
 
 
 def expand_images(ids: list[int], images: Sequence[PreparedImage], image_token_id: int | None) -> Prompt:
@@ -102,12 +150,18 @@ def completion_prompt(prompt: str | list[int], tokenizer: Tokenizer) -> Prompt:
     return Prompt(list(ids), ())
 
 
-def sampling_params(options: Options, prompt: Prompt, max_model_len: int) -> SamplingParams:
+def sampling_params(options: Options, prompt: Prompt, max_model_len: int, vocab_size: int) -> SamplingParams:
     """Sampling parameters, with `max_tokens` filled in from the room that the prompt leaves.
 
     Raises:
-        ApiError: 400: the prompt, or the prompt and `max_tokens`, do not fit the context.
+        ApiError: 400: the prompt, or the prompt and `max_tokens`, do not fit the context; a token id is not one.
     """
+    sampling = options.sampling
+    named = {"logit_bias": [i for i, _ in sampling.logit_bias], "stop_token_ids": sampling.stop_token_ids}
+    for field, ids in named.items():
+        for token_id in ids:
+            if not 0 <= token_id < vocab_size:
+                raise invalid(f"{field}: token id {token_id} is not in the vocabulary of {vocab_size}", field)
     length = len(prompt.ids)
     image_note = f" ({prompt.image_tokens} of them from images)" if prompt.images else ""
     room = max_model_len - length
@@ -124,4 +178,8 @@ def sampling_params(options: Options, prompt: Prompt, max_model_len: int) -> Sam
             "max_tokens",
             "context_length_exceeded",
         )
-    return replace(options.sampling, max_tokens=room if options.max_tokens is None else options.max_tokens)
+    if sampling.min_tokens > room:
+        raise invalid(
+            f"min_tokens is {sampling.min_tokens}, but the prompt leaves room for {room}; lower it", "min_tokens"
+        )
+    return replace(sampling, max_tokens=room if options.max_tokens is None else max(options.max_tokens, 1))

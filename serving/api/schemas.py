@@ -1,39 +1,25 @@
 """Request bodies: strict types, ranges, and a list of fields that are refused instead of quietly ignored.
 
-Written by hand: the two bodies have a dozen fields between them, every fault has to be a 400 in our own shape with the
-field's name, and the strictness wanted here (no "1" for 1, no true for 1, null means absent) is what a general library
-would have to be talked into.
-
 Fields that are not known are ignored, as other servers do: clients send `user`, `metadata`, `store` and the like.
 """
 
-import json
-import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
-from serving.api.errors import ApiError, invalid, unsupported
+from serving.api.errors import invalid
+from serving.api.fields import Fields, parse_json
 from serving.api.limits import Limits
-from serving.api.media import data_uri_payload
-from serving.protocol import InvalidRequest, SamplingParams
-
-Role = Literal["system", "user", "assistant"]
-
-_ROLES: dict[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+from serving.api.messages import ImagePart, Message, read_messages
+from serving.api.tools import Tools, read_switches, read_tools, strings
+from serving.protocol import MAX_CHOICES, MAX_LOGPROBS, InvalidRequest, SamplingParams
+from serving.stream import TextOptions
 
 # Field -> values that ask for nothing special, and so are fine. Null always is. Accepting any other and going on
 # would change the answer without a word.
-_REFUSED: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
+REFUSED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "prompt_logprobs": (),
-    "echo": (False,),
     "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
@@ -49,8 +35,6 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "documents": ([],),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "reasoning_effort": (),
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),
     "prompt_embeds": (),
@@ -60,47 +44,19 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "top_k": (0, -1),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "stop_token_ids": ([],),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
+    "separate_reasoning": (True,),
+    "include_reasoning": (True,),
 }
-_MESSAGE_REFUSED: dict[str, tuple[Any, ...]] = {
-    "tool_calls": ([],),
-    "function_call": (),
-    "audio": (),
+ONLY_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {"echo": (False,)}
+ONLY_IN_CHATS: dict[str, tuple[Any, ...]] = {
+    "top_logprobs": (0,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "chat_template_kwargs": ({},),
+    "reasoning_effort": (),
 }
-
-
-@dataclass(frozen=True)
-class TextPart:
-    text: str
-
-
-@dataclass(frozen=True)
-class ImagePart:
-    """`payload` is base64 text; `param` names the part in errors."""
-
-    payload: str
-    param: str
-
-
-Part = TextPart | ImagePart
-
-
-@dataclass(frozen=True)
-class Message:
-    """One turn. `plain` is set when the content came as a string: some templates treat the two forms differently."""
-
-    role: Role
-    parts: tuple[Part, ...]
-    plain: bool
+# Stands for "as many as there is room for" until the room is known.
+_UNBOUND = 1 << 31
 
 
 @dataclass(frozen=True)
@@ -110,18 +66,33 @@ class Options:
     model: str | None
     max_tokens: int | None
     sampling: SamplingParams  # its max_tokens only counts once the prompt's length is known
-    stop: tuple[str, ...]
+    text: TextOptions
+    n: int
     stream: bool
     include_usage: bool
+    running_usage: bool
+    echo: bool = False
+    tokens_as_ids: bool = False
+
+    @property
+    def score_only(self) -> bool:
+        """Nothing is to be generated; only the prompt is asked about."""
+        return self.max_tokens == 0
 
 
 @dataclass(frozen=True)
 class ChatRequest:
+    """`switches` are those of the chat template that the client set."""
+
     messages: tuple[Message, ...]
     options: Options
+    tools: Tools = field(default_factory=Tools)
+    switches: dict[str, Any] = field(default_factory=dict)
 
     def texts(self) -> list[str]:
-        return [part.text for message in self.messages for part in message.parts if isinstance(part, TextPart)]
+        """Every text that a client chose and the template may show."""
+        declared = [text for tool in self.tools.declared for text in strings(tool)]
+        return declared + [text for message in self.messages for text in message.texts()]
 
     def images(self) -> list[ImagePart]:
         return [part for message in self.messages for part in message.parts if isinstance(part, ImagePart)]
@@ -129,34 +100,10 @@ class ChatRequest:
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """`prompt` is text, or token ids to be used as they are."""
+    """`prompts` are texts, or token ids to be used as they are."""
 
-    prompt: str | list[int]
+    prompts: tuple[str | list[int], ...]
     options: Options
-
-
-def parse_json(raw: bytes) -> dict[str, Any]:
-    """The JSON object of a body.
-
-    Raises:
-        ApiError: 400: not UTF-8, not strict JSON (NaN and Infinity are not), not an object, or text that UTF-8 cannot
-            carry.
-    """
-    try:
-        body = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
-        if b"\\u" in raw:  # only an escape can smuggle in half of a surrogate pair
-            json.dumps(body, ensure_ascii=False).encode("utf-8")
-    except UnicodeError:
-        raise invalid("the body is not valid UTF-8 text (or holds half of a surrogate pair)") from None
-    except json.JSONDecodeError as error:
-        raise invalid(f"the body is not valid JSON: {error.msg} at character {error.pos}") from None
-    except RecursionError:
-        raise invalid("the body is nested too deeply; flatten it") from None
-    except ValueError:  # a number of thousands of digits, or one of the constants
-        raise invalid("the body holds a number that JSON does not allow (NaN, Infinity or too many digits)") from None
-    if not isinstance(body, dict):
-        raise invalid(f"the body must be a JSON object, not {_kind(body)}")
-    return body
 
 
 def parse_chat(raw: bytes, limits: Limits) -> ChatRequest:
@@ -166,16 +113,10 @@ def parse_chat(raw: bytes, limits: Limits) -> ChatRequest:
         ApiError: 400, naming the field.
     """
     fields = Fields(parse_json(raw))
-    fields.refuse(_REFUSED)
-    options = _options(fields, limits)
-    entries = fields.required("messages")
-    if not isinstance(entries, list):
-        raise invalid(f"messages must be a list, not {_kind(entries)}", "messages")
-    if not entries:
-        raise invalid("messages is empty; send at least one", "messages")
-    if len(entries) > limits.max_messages:
-        raise invalid(f"{len(entries)} messages: the limit is {limits.max_messages}; send fewer", "messages")
-    request = ChatRequest(tuple(_message(entry, k, limits) for k, entry in enumerate(entries)), options)
+    fields.refuse(REFUSED | ONLY_IN_COMPLETIONS)
+    options = _options(fields, limits, _chat_logprobs(fields))
+    messages = read_messages(fields.required("messages"), limits)
+    request = ChatRequest(messages, options, read_tools(fields), read_switches(fields))
     images = request.images()
     if len(images) > limits.max_images:
         raise invalid(
@@ -193,107 +134,64 @@ def parse_completion(raw: bytes, limits: Limits) -> CompletionRequest:
         ApiError: 400, naming the field.
     """
     fields = Fields(parse_json(raw))
-    fields.refuse(_REFUSED)
-    options = _options(fields, limits)
+    fields.refuse(REFUSED | ONLY_IN_CHATS)
+    echo = fields.boolean("echo")
+    logprobs = None if fields.get("logprobs") is False else fields.integer("logprobs")
+    options = _options(fields, limits, logprobs, echo=echo)
     prompt = fields.required("prompt")
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-        if len(prompt) > 1:
-            raise unsupported("prompt", f"{len(prompt)} prompts in one request: send one prompt a request")
-        prompt = prompt[0]
-    if isinstance(prompt, str):
-        _check_length(len(prompt), "prompt", limits)
-    elif not (isinstance(prompt, list) and all(type(token_id) is int for token_id in prompt)):
-        raise invalid("prompt must be a string or a list of token ids (or a list of one of these)", "prompt")
-    if not prompt:
-        raise invalid("prompt is empty; send at least one character or token", "prompt")
-    return CompletionRequest(prompt, options)
+    many = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
+    prompts = prompt if many else [prompt]
+    if len(prompts) > limits.max_prompts:
+        raise invalid(f"{len(prompts)} prompts: the limit is {limits.max_prompts}; send fewer", "prompt")
+    for one in prompts:
+        ids = isinstance(one, list) and all(type(token_id) is int for token_id in one)
+        if not (isinstance(one, str) or ids):
+            raise invalid("prompt must be a string or a list of token ids, or a list of these", "prompt")
+        if not one:
+            raise invalid("prompt is empty; send at least one character or token", "prompt")
+    _check_length(sum(map(len, prompts)), "prompt", limits)
+    return CompletionRequest(tuple(prompts), options)
 
 
-class Fields:
-    """Typed reading of one JSON object. Null counts as absent. `where` is put before names in errors."""
-
-    def __init__(self, values: Mapping[str, Any], where: str = ""):
-        self._values = values
-        self._where = where
-
-    def name(self, field: str) -> str:
-        return f"{self._where}.{field}" if self._where else field
-
-    def get(self, field: str) -> Any:
-        return self._values.get(field)
-
-    def required(self, field: str) -> Any:
-        value = self.get(field)
-        if value is None:
-            raise invalid(f"{self.name(field)} is missing", self.name(field))
-        return value
-
-    def integer(self, field: str) -> int | None:
-        value = self.get(field)
-        if value is not None and type(value) is not int:
-            raise self._wrong(field, "an integer")
-        return value
-
-    def number(self, field: str, default: float) -> float:
-        value = self.get(field)
-        if value is None:
-            return default
-        if type(value) not in (int, float):
-            raise self._wrong(field, "a number")
-        try:
-            number = float(value)
-        except OverflowError:
-            number = math.inf
-        if not math.isfinite(number):
-            raise invalid(f"{self.name(field)} is too large for a number", self.name(field))
-        return number
-
-    def boolean(self, field: str) -> bool:
-        value = self.get(field)
-        if value is None:
-            return False
-        if type(value) is not bool:
-            raise self._wrong(field, "true or false")
-        return value
-
-    def text(self, field: str) -> str | None:
-        value = self.get(field)
-        if value is not None and not isinstance(value, str):
-            raise self._wrong(field, "a string")
-        return value
-
-    def object(self, field: str) -> "Fields | None":
-        value = self.get(field)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            raise self._wrong(field, "an object")
-        return Fields(value, self.name(field))
-
-    def refuse(self, refused: Mapping[str, tuple[Any, ...]]) -> None:
-        """Raise if a field of the list is there with a value that asks for something."""
-        for field, harmless in refused.items():
-            value = self.get(field)
-            if value is not None and not any(_same(value, accepted) for accepted in harmless):
-                raise unsupported(self.name(field), f"{self.name(field)} is not supported by this server; leave it out")
-
-    def _wrong(self, field: str, wanted: str) -> ApiError:
-        return invalid(f"{self.name(field)} must be {wanted}, not {_kind(self.get(field))}", self.name(field))
+def _chat_logprobs(fields: Fields) -> int | None:
+    """Alternatives to tell with each token of a chat, None for telling nothing."""
+    wanted, top = fields.boolean("logprobs"), fields.integer("top_logprobs")
+    if top is None:
+        return 0 if wanted else None
+    if not wanted and top:
+        raise invalid(f"top_logprobs is {top}; it only goes with logprobs: true", "top_logprobs")
+    if not 0 <= top <= MAX_LOGPROBS:
+        raise invalid(f"top_logprobs is {top}; it must be from 0 to {MAX_LOGPROBS}", "top_logprobs")
+    return top if wanted else None
 
 
-def _options(fields: Fields, limits: Limits) -> Options:
+def _options(fields: Fields, limits: Limits, logprobs: int | None, *, echo: bool = False) -> Options:
     stream = fields.boolean("stream")
     stream_options = fields.object("stream_options")
     if stream_options is not None and not stream:
         raise invalid("stream_options only goes with stream: true", "stream_options")
-    max_tokens = _max_tokens(fields)
+    max_tokens = _max_tokens(fields, least=0 if echo else 1)
+    n = fields.integer("n")
+    if n is not None and not 1 <= n <= MAX_CHOICES:
+        raise invalid(f"n is {n}; it must be from 1 to {MAX_CHOICES}", "n")
+    top_k = fields.integer("top_k")
     try:
         sampling = SamplingParams(
-            max_tokens=max_tokens or 1,
+            max_tokens=_UNBOUND if max_tokens is None else max(max_tokens, 1),
             temperature=fields.number("temperature", 1.0),
             top_p=fields.number("top_p", 1.0),
             seed=fields.integer("seed"),
             ignore_eos=fields.boolean("ignore_eos"),
+            top_k=0 if top_k in (None, -1) else top_k,
+            min_p=fields.number("min_p", 0.0),
+            presence_penalty=fields.number("presence_penalty", 0.0),
+            frequency_penalty=fields.number("frequency_penalty", 0.0),
+            repetition_penalty=fields.number("repetition_penalty", 1.0),
+            logit_bias=_logit_bias(fields, limits),
+            min_tokens=fields.integer("min_tokens") or 0,
+            stop_token_ids=_stop_token_ids(fields, limits),
+            logprobs=logprobs,
+            prompt_logprobs=logprobs if echo else None,
         )
     except InvalidRequest as error:
         field, _ = str(error).split(" ", 1)  # its texts begin with the field's name
@@ -302,19 +200,56 @@ def _options(fields: Fields, limits: Limits) -> Options:
         model=fields.text("model"),
         max_tokens=max_tokens,
         sampling=sampling,
-        stop=_stops(fields.get("stop"), limits),
+        text=TextOptions(
+            stop=_stops(fields.get("stop"), limits),
+            include_stop=fields.boolean("include_stop_str_in_output"),
+            special=fields.get("skip_special_tokens") is not None and not fields.boolean("skip_special_tokens"),
+            min_tokens=sampling.min_tokens,
+        ),
+        n=1 if n is None else n,
         stream=stream,
         include_usage=stream_options is not None and stream_options.boolean("include_usage"),
+        running_usage=stream_options is not None and stream_options.boolean("continuous_usage_stats"),
+        echo=echo,
+        tokens_as_ids=fields.boolean("return_tokens_as_token_ids"),
     )
 
 
-def _max_tokens(fields: Fields) -> int | None:
+def _logit_bias(fields: Fields, limits: Limits) -> tuple[tuple[int, float], ...]:
+    bias = fields.object("logit_bias")
+    if bias is None:
+        return ()
+    names = bias.names()
+    if len(names) > limits.max_logit_bias:
+        raise invalid(
+            f"logit_bias of {len(names)} tokens: the limit is {limits.max_logit_bias}; send fewer", "logit_bias"
+        )
+    for key in names:
+        if not (key.isascii() and key.isdecimal() and len(key) < 10):
+            raise invalid(f"logit_bias has the key {key[:40]!r}; keys are token ids", "logit_bias")
+    return tuple((int(key), bias.number(key, 0.0)) for key in names)
+
+
+def _stop_token_ids(fields: Fields, limits: Limits) -> tuple[int, ...]:
+    ids = fields.get("stop_token_ids")
+    if ids is None:
+        return ()
+    if not isinstance(ids, list) or not all(type(token_id) is int for token_id in ids):
+        raise invalid("stop_token_ids must be a list of token ids", "stop_token_ids")
+    if len(ids) > limits.max_stop_token_ids:
+        raise invalid(
+            f"{len(ids)} stop_token_ids: the limit is {limits.max_stop_token_ids}; send fewer", "stop_token_ids"
+        )
+    return tuple(ids)
+
+
+def _max_tokens(fields: Fields, least: int) -> int | None:
     old, new = fields.integer("max_tokens"), fields.integer("max_completion_tokens")
     if old is not None and new is not None and old != new:
         raise invalid(f"max_tokens is {old} and max_completion_tokens is {new}; send one of them", "max_tokens")
     value, name = (old, "max_tokens") if new is None else (new, "max_completion_tokens")
-    if value is not None and value < 1:
-        raise invalid(f"{name} is {value}; it must be at least 1", name)
+    if value is not None and value < least:
+        raise invalid(f"{name} is {value}; it must be at least {least}", name)
     return value
 
 
@@ -332,57 +267,6 @@ def _stops(value: Any, limits: Limits) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _message(entry: Any, index: int, limits: Limits) -> Message:
-    where = f"messages[{index}]"
-    if not isinstance(entry, dict):
-        raise invalid(f"{where} must be an object, not {_kind(entry)}", where)
-    fields = Fields(entry, where)
-    role = _ROLES.get(fields.text("role") or "")
-    if role is None:
-        raise invalid(f"{where}.role must be one of {', '.join(_ROLES)}; tools are not supported", f"{where}.role")
-    fields.refuse(_MESSAGE_REFUSED)
-    content = fields.get("content")
-    if content is None and role == "assistant":
-        content = ""
-    if isinstance(content, str):
-        return Message(role, (TextPart(content),), plain=True)
-    if not isinstance(content, list):
-        raise invalid(f"{where}.content must be a string or a list of parts, not {_kind(content)}", f"{where}.content")
-    if not content:
-        raise invalid(f"{where}.content is empty; send at least one part", f"{where}.content")
-    parts = tuple(_parts(content, f"{where}.content", limits))
-    if role != "user" and any(isinstance(part, ImagePart) for part in parts):
-        raise invalid(f"{where}: images may only be in user messages", f"{where}.content")
-    return Message(role, parts, plain=False)
-
-
-def _parts(content: list[Any], where: str, limits: Limits) -> Iterator[Part]:
-    for k, entry in enumerate(content):
-        param = f"{where}[{k}]"
-        if not isinstance(entry, dict):
-            raise invalid(f"{param} must be an object, not {_kind(entry)}", param)
-        fields = Fields(entry, param)
-        match fields.text("type"):
-            case "text" | "input_text":
-                fields.required("text")
-                yield TextPart(fields.text("text") or "")
-            case "image_url" | "input_image":
-                yield ImagePart(data_uri_payload(_image_uri(fields), param, limits), param)
-            case _:
-                raise invalid(f"{param}.type must be text, image_url or input_image", f"{param}.type")
-
-
-def _image_uri(fields: Fields) -> str:
-    """`image_url` is a string in one dialect and an object with `url` in the other. `detail` has no meaning here."""
-    value = fields.required("image_url")
-    if isinstance(value, str):
-        return value
-    inner = fields.object("image_url")
-    assert inner is not None
-    inner.required("url")
-    return inner.text("url") or ""
-
-
 def _check_length(characters: int, param: str, limits: Limits) -> None:
     if characters > limits.max_text_chars:
         raise invalid(
@@ -390,18 +274,3 @@ def _check_length(characters: int, param: str, limits: Limits) -> None:
             param,
             "context_length_exceeded",
         )
-
-
-def _same(value: Any, accepted: Any) -> bool:
-    """Equal, where true is not 1, but 1.0 is."""
-    return (type(value) is bool) == (type(accepted) is bool) and value == accepted
-
-
-def _kind(value: Any) -> str:
-    """What JSON calls the type of a value."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
-    return names.get(type(value), "null")
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(name)

@@ -7,10 +7,11 @@ from serving.models.config import field, text_config
 from serving.models.decoder import Decoder, Family
 from vitstripe.checkpoint import Binding, Checkpoint, CheckpointError, bind
 
-__all__ = ["Decoder", "bind_decoder", "family_of"]
+__all__ = ["Decoder", "bind_decoder", "families", "family_of"]
 
 
-def _families() -> dict[str, Family]:
+def families() -> dict[str, Family]:
+    """Every decoder family, by the model_type of config.json."""
     from serving.models import glm_moe_dsa, qwen3_vl
 
     return {"qwen3_vl": qwen3_vl.FAMILY, "glm_moe_dsa": glm_moe_dsa.FAMILY}
@@ -18,12 +19,10 @@ def _families() -> dict[str, Family]:
 
 def family_of(config: Mapping[str, Any]) -> Family:
     """The decoder family of a config.json. Raises CheckpointError naming the known ones."""
-    families, kind = _families(), config.get("model_type")
-    if kind not in families:
-        raise CheckpointError(
-            f"config.json: model_type {kind!r} is not supported; known: {', '.join(sorted(families))}"
-        )
-    return families[kind]
+    known, kind = families(), config.get("model_type")
+    if kind not in known:
+        raise CheckpointError(f"config.json: model_type {kind!r} is not supported; known: {', '.join(sorted(known))}")
+    return known[kind]
 
 
 def bind_decoder(checkpoint: Checkpoint, *, tp: int, dtype) -> Binding:

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 from dsa_indexer import IndexerConfig
 from serving.models.shards import Shards
 from serving.models.step import Step
+from vitstripe.platform import Platform
 
 Cache = Any
 """One layer's cache arrays, a pytree: paged keys and values, or paged latent rows with index keys."""
@@ -27,14 +28,16 @@ class CacheArray:
 
 @dataclass(frozen=True)
 class Selection:
-    """How the sparse-attention indexer of a pass is run. stripe_rows: rows a stripe, None for replicated."""
+    """How the sparse-attention indexer of a pass is run. stripe_rows: rows a stripe, None for replicated. platform:
+    what the pass is compiled for, for whoever chooses kernels; None for the first device."""
 
     stripe_rows: int | None
     merge: str = "pmax"
+    platform: Platform | None = None
 
 
 class Decoder(Protocol):
-    """A language model split over the mesh. All methods but `caches` run inside shard_map."""
+    """A language model split over the mesh. embed, forward and logits run inside shard_map."""
 
     shards: Shards
     hidden_size: int
@@ -55,12 +58,16 @@ class Decoder(Protocol):
         caches: Sequence[Cache],
         step: Step,
         selection: Selection,
-    ) -> tuple[Float[Array, "R V"], list[Cache], list[Int[Array, "T k"]]]:
-        """Logits of step.last_rows (float32, whole vocabulary), the new caches, and the selections made."""
+    ) -> tuple[Float[Array, "T D"], list[Cache], list[Int[Array, "T k"]]]:
+        """Hidden rows after the last layer (before the last norm), the new caches, and the selections made."""
+        ...
+
+    def logits(self, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
+        """float32 logits over the whole vocabulary of any rows that `forward` gave."""
         ...
 
     def collectives(self, *, embeds: bool, selection: Selection) -> dict[str, int]:
-        """StableHLO collectives of one pass. embeds: the pass looks its own tokens up."""
+        """StableHLO collectives of one pass with its logits. embeds: the pass looks its own tokens up."""
         ...
 
 

@@ -17,6 +17,8 @@ from dsa_indexer import (
     RowBatch,
     StripeConfig,
     gather_keys,
+    inverse_frequencies,
+    rope_tables,
     sparse_mla,
     store_keys,
     striped_topk_rows_local,
@@ -26,7 +28,7 @@ from dsa_indexer import (
 )
 from serving.models.config import field, positive, refuse, rope_settings
 from serving.models.decoder import CacheArray, Family, Selection
-from serving.models.layers import Embedding, SwiGLU, inverse_frequencies, logits_of, rope_tables, store_rows
+from serving.models.layers import Embedding, SwiGLU, logits_of, store_rows
 from serving.models.moe import MoE
 from serving.models.shards import Shards, local_heads
 from serving.models.step import Step
@@ -153,6 +155,7 @@ class LatentAttention(nnx.Module):
             to_paged(selected, request, step.page_table, cache["latent"].shape[1]),
             scale=(c.nope_dim + c.rope_dim) ** -0.5,
             value_dim=rank,
+            platform=selection.platform,
         )
         y = jnp.einsum("thr,hvr->thv", y, up[:, c.nope_dim :], preferred_element_type=jnp.float32).astype(x.dtype)
         return self.shards.sum_if(self.shards.heads, self.o_proj(y.reshape(x.shape[0], -1))), cache, selected
@@ -164,13 +167,12 @@ class LatentAttention(nnx.Module):
         q, gates = self.indexer.queries(x, q_lora, cos, sin)
         if step.tile == 1:
             table = step.page_table[step.tile_request]
-            return topk_paged(
-                q[:, None], gates[:, None], index_pages, table, step.lengths[:, None], k=k, forced=forced
-            )[:, 0]
+            one_each = (q[:, None], gates[:, None], index_pages, table, step.lengths[:, None])
+            return topk_paged(*one_each, k=k, forced=forced, platform=selection.platform)[:, 0]
         keys = gather_keys(index_pages, step.key_pages)
         rows = RowBatch(ks=step.key_starts, lengths=step.lengths, request=None)
         if selection.stripe_rows is None:
-            return topk_rows(q, gates, keys, None, rows, k=k, forced=forced)
+            return topk_rows(q, gates, keys, None, rows, k=k, forced=forced, platform=selection.platform)
         return striped_topk_rows_local(
             q,
             gates,
@@ -182,6 +184,7 @@ class LatentAttention(nnx.Module):
             axis=self.shards.axis,
             tp=self.shards.tp,
             stripes=StripeConfig(rows=selection.stripe_rows, merge=selection.merge),
+            platform=selection.platform,
         )
 
 
@@ -243,7 +246,7 @@ class GlmMoeDsaDecoder(nnx.Module):
 
     def forward(self, hidden, deepstack, caches, step: Step, selection: Selection):
         c = self.config
-        cos, sin = rope_tables(step.positions, inverse_frequencies(c.rope_theta, c.rope_dim))
+        cos, sin = rope_tables(step.positions[0], inverse_frequencies(c.rope_dim, c.rope_theta))
         h, new_caches, selections, selected = hidden, [], [], None
         run = traced_once(cos, sin, step, selection)
         for i, (layer, cache) in enumerate(zip(self.model.layers, caches, strict=True)):
@@ -251,9 +254,11 @@ class GlmMoeDsaDecoder(nnx.Module):
             new_caches.append(cache)
             if i in c.indexer.full_layers:
                 selections.append(selected)
-        last = self.model.norm(h[step.last_rows])
+        return h, new_caches, selections
+
+    def logits(self, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return logits_of(last, head.weight[...], self.shards), new_caches, selections
+        return logits_of(self.model.norm(hidden), head.weight[...], self.shards)
 
     def collectives(self, *, embeds: bool, selection: Selection) -> dict[str, int]:
         s, c = self.shards, self.config

@@ -54,11 +54,6 @@ def store_rows(
     return flat.at[slots].set(rows.astype(pages.dtype), mode="drop").reshape(pages.shape)
 
 
-def inverse_frequencies(theta: float, dim: int) -> np.ndarray:
-    """theta^(-2j/dim) for j < dim/2, float32, computed as the reference implementation does."""
-    return (1.0 / theta ** (np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))).astype(np.float32)
-
-
 def mrope_axes(sections: tuple[int, int, int]) -> np.ndarray:
     """The axis (0 t, 1 h, 2 w) each frequency turns by in interleaved M-RoPE (Qwen3-VL): h at j % 3 == 1 and w at
     j % 3 == 2 while j < 3 * that axis' section, t elsewhere."""
@@ -68,10 +63,9 @@ def mrope_axes(sections: tuple[int, int, int]) -> np.ndarray:
     return axes
 
 
-def rope_tables(
-    positions: Int[Array, "3 T"], frequencies: np.ndarray, axes: np.ndarray | None = None
+def mrope_tables(
+    positions: Int[Array, "3 T"], frequencies: np.ndarray, sections: tuple[int, int, int]
 ) -> tuple[Float[Array, "T F"], Float[Array, "T F"]]:
-    """cos and sin of position * frequency, float32. axes: the position axis of each frequency (all axis 0 if None)."""
-    picked = positions[0][:, None] if axes is None else positions[jnp.asarray(axes)].T
-    angle = picked.astype(jnp.float32) * frequencies
+    """cos and sin of each frequency's angle at the position on its axis, float32."""
+    angle = positions[jnp.asarray(mrope_axes(sections))].T.astype(jnp.float32) * frequencies
     return jnp.cos(angle), jnp.sin(angle)

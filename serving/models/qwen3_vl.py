@@ -1,5 +1,6 @@
 """The Qwen3-VL text decoder: grouped-query attention with q/k norms, interleaved M-RoPE, deepstack."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,22 +9,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from dsa_indexer import inverse_frequencies
 from serving.models.config import field, positive, refuse, rope_settings
 from serving.models.decoder import CacheArray, Family, Selection
-from serving.models.layers import (
-    Embedding,
-    SwiGLU,
-    inverse_frequencies,
-    logits_of,
-    mrope_axes,
-    rope_tables,
-    store_rows,
-)
+from serving.models.layers import Embedding, SwiGLU, logits_of, mrope_tables, store_rows
 from serving.models.paged_attention import paged_attention
 from serving.models.shards import Shards, local_heads
 from serving.models.step import Step
 from vitstripe.checkpoint import CheckpointError
 from vitstripe.nn import Linear, RMSNorm, rotate_half, traced_once
+from vitstripe.platform import Platform
 
 
 @dataclass(frozen=True)
@@ -90,7 +85,7 @@ class Attention(nnx.Module):
         self.k_norm = RMSNorm(c.head_dim, eps=c.rms_norm_eps)
         self.config, self.shards = c, shards
 
-    def __call__(self, x: Float[Array, "T D"], cos, sin, cache, step: Step):
+    def __call__(self, x: Float[Array, "T D"], cos, sin, cache, step: Step, platform: Platform | None):
         c = self.config
         q = rotate_half(self.q_norm(local_heads(self.q_proj(x), c.head_dim)), cos, sin)
         k = rotate_half(self.k_norm(local_heads(self.k_proj(x), c.head_dim)), cos, sin)
@@ -98,8 +93,10 @@ class Attention(nnx.Module):
         cache = {"k": store_rows(cache["k"], k, step.slots), "v": store_rows(cache["v"], v, step.slots)}
         kv_heads = None
         if self.shards.heads and not self.shards.kv:
-            local = q.shape[1]
-            kv_heads = (self.shards.rank() * local + jnp.arange(local)) // (c.num_heads // c.num_kv_heads)
+            # Runs of local query heads that surely read one key head.
+            local, group = q.shape[1], c.num_heads // c.num_kv_heads
+            run = math.gcd(local, group)
+            kv_heads = (self.shards.rank() * local + jnp.arange(0, local, run)) // group
         y = paged_attention(
             q,
             cache["k"],
@@ -109,6 +106,7 @@ class Attention(nnx.Module):
             step.page_table,
             scale=c.head_dim**-0.5,
             kv_heads=kv_heads,
+            platform=platform,
         )
         return self.shards.sum_if(self.shards.heads, self.o_proj(y.reshape(x.shape[0], -1))), cache
 
@@ -121,8 +119,8 @@ class Layer(nnx.Module):
         self.mlp = SwiGLU(c.hidden_size, c.intermediate_size, dtype=dtype, shards=shards)
         self.shards = shards
 
-    def __call__(self, h, cache, cos, sin, step):
-        y, cache = self.self_attn(self.input_layernorm(h), cos, sin, cache, step)
+    def __call__(self, h, cache, cos, sin, step, platform):
+        y, cache = self.self_attn(self.input_layernorm(h), cos, sin, cache, step, platform)
         h = h + y
         return h + self.shards.sum_if(self.shards.mlp, self.mlp(self.post_attention_layernorm(h))), cache
 
@@ -159,20 +157,20 @@ class Qwen3VLDecoder(nnx.Module):
 
     def forward(self, hidden, deepstack, caches, step: Step, selection: Selection):
         c = self.config
-        cos, sin = rope_tables(
-            step.positions, inverse_frequencies(c.rope_theta, c.head_dim), mrope_axes(c.mrope_section)
-        )
+        cos, sin = mrope_tables(step.positions, inverse_frequencies(c.head_dim, c.rope_theta), c.mrope_section)
         cos, sin = cos[:, None], sin[:, None]
-        h, new_caches, run = hidden, [], traced_once(cos, sin, step)
+        h, new_caches, run = hidden, [], traced_once(cos, sin, step, selection.platform)
         for i, (layer, cache) in enumerate(zip(self.model.layers, caches, strict=True)):
             h, cache = run(layer, h, cache)
             new_caches.append(cache)
             # Deepstack level i is added after decoder layer i; its rows are zero off the image tokens.
             if deepstack is not None and i < deepstack.shape[0]:
                 h = h + deepstack[i]
-        last = self.model.norm(h[step.last_rows])
+        return h, new_caches, []
+
+    def logits(self, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return logits_of(last, head.weight[...], self.shards), new_caches, []
+        return logits_of(self.model.norm(hidden), head.weight[...], self.shards)
 
     def collectives(self, *, embeds: bool, selection: Selection) -> dict[str, int]:
         s = self.shards

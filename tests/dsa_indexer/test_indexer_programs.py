@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from dsa_indexer import IndexerConfig, IndexerShapes, KeyFormat, LatentShape, StripeConfig, programs
+from scripts.lib.rocm_lowering import lower_for_rocm, rocm_mesh
+from vitstripe.platform import Platform
 
 pytestmark = pytest.mark.multidevice
 
@@ -31,44 +33,72 @@ SHAPES = IndexerShapes(
 )
 LATENT = LatentShape(heads=8, width=576, value_dim=512, scale=256**-0.5)
 
+FLOAT8 = {"gfx942": "f8E4M3FNUZ", "gfx950": "f8E4M3FN"}
 # Names shard_map uses to mark its edges; the partitioner removes them.
 SHARDING = {"Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"}
 
+POWER_OF_TWO = KeyFormat.fp8("gfx950", power_of_two=True)
+
+# Which float8 is multiplied follows from the architecture, so the format and the architecture go together.
+# scripts/check_rocm --lower lowers every combination.
 CASES = {
-    "GLM-5.2, bfloat16, pmax": (GLM_5_2, KeyFormat(), "pmax"),
-    "DeepSeek-V3.2, gfx950, all_gather": (DEEPSEEK, KeyFormat.fp8("gfx950", power_of_two=True), "all_gather"),
-    "GLM-5.3-Flash, gfx942, pmax": (GLM_5_3_FLASH, KeyFormat.fp8("gfx942"), "pmax"),
+    "GLM-5.2, bfloat16, gfx942, pmax, 8 devices": (GLM_5_2, KeyFormat(), "gfx942", "pmax", 8),
+    "GLM-5.2, bfloat16, gfx950, all_gather, 2 devices": (GLM_5_2, KeyFormat(), "gfx950", "all_gather", 2),
+    "DeepSeek-V3.2, float8, gfx950, all_gather, 8 devices": (DEEPSEEK, POWER_OF_TWO, "gfx950", "all_gather", 8),
+    "GLM-5.3-Flash, float8, gfx942, pmax, 2 devices": (GLM_5_3_FLASH, KeyFormat.fp8("gfx942"), "gfx942", "pmax", 2),
+    "GLM-5.3-Flash, float8, gfx950, one device": (GLM_5_3_FLASH, KeyFormat.fp8("gfx950"), "gfx950", "pmax", 1),
 }
+SELECT = {"select_guess", "select_filter", "select_repair", "select_pick"}
+KERNELS = {name: {"index_scores"} | SELECT for name in ("replicated", "striped", "paged")} | {
+    "sparse_mla": {"sparse_mla"}
+}
+"""The kernels of each program; the others have none."""
 
 
 def _collectives(text: str) -> Counter:
     return Counter(re.findall(r"stablehlo\.(all_\w+|collective_\w+|reduce_scatter)\b", text))
 
 
+def _kernels(text: str) -> set[str]:
+    return {
+        name for line in text.splitlines() if "xla.gpu.triton" in line for name in re.findall(r'\bname = "(\w+)"', line)
+    }
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_every_program_lowers_for_rocm_with_its_declared_collectives_and_no_custom_call(case, mesh_of):
-    config, form, merge = CASES[case]
-    found = programs(config, SHAPES, mesh_of(8), form=form, stripes=StripeConfig(merge=merge), latent=LATENT)
+def test_every_program_lowers_for_rocm_with_its_declared_collectives_and_its_kernels(case):
+    config, form, arch, merge, tp = CASES[case]
+    mesh, platform = rocm_mesh(tp, arch), Platform("rocm", arch, "")
+    stripes = StripeConfig(merge=merge)
+    found = programs(config, SHAPES, mesh, form=form, stripes=stripes, latent=LATENT, platform=platform)
     names = [program.name.removeprefix("indexer/") for program in found]
     scales, pools = form.is_fp8, config.pool is not None
     assert names == [
         "project",
         *["store", "gather"],
         *(["store_scales", "gather_scales"] if scales else []),
-        *["replicated", "striped", "paged"],
+        *["replicated", *(["striped"] if tp > 1 else []), "paged"],
         *(["expand"] if pools else []),
         "sparse_mla",
     ]
-    for program in found:
-        traced = program.fn.trace(*program.args)  # pyright: ignore[reportFunctionMemberAccess]
-        text = traced.lower(lowering_platforms=("rocm",)).as_text()
-        assert _collectives(text) == program.collectives, program.name
-        assert sum(program.collectives.values()) == (program.name == "indexer/striped")
-        calls = set(re.findall(r"custom_call @([\w.]+)", text)) | set(re.findall(r'call_target_name = "([^"]+)"', text))
-        assert calls <= SHARDING, program.name
+    for name, program in zip(names, found, strict=True):
+        text = lower_for_rocm(program, mesh)
+        assert _collectives(text) == program.collectives, name
+        assert sum(program.collectives.values()) == (name == "striped")
+        calls = set(re.findall(r"custom_call @([\w.$]+)", text)) | set(
+            re.findall(r'call_target_name = "([^"]+)"', text)
+        )
+        assert calls <= SHARDING | {"__gpu$xla.gpu.triton"}, name
+        assert _kernels(text) == KERNELS.get(name, set()), name
+        assert set(re.findall(r"f8E\w+", text)) <= {FLOAT8[arch]}, name
         assert "stablehlo.convolution" not in text
-        if program.name == "indexer/striped":
-            assert "mhlo.num_partitions = 8" in text
+        assert f"mhlo.num_partitions = {tp}" in text, name
+
+
+def test_on_a_cpu_no_program_has_a_kernel(mesh_of):
+    for program in programs(GLM_5_2, SHAPES, mesh_of(2), latent=LATENT):
+        text = program.fn.trace(*program.args).lower().as_text()  # pyright: ignore[reportFunctionMemberAccess]
+        assert not _kernels(text), program.name
 
 
 def test_on_one_device_there_is_no_striped_program(mesh_of):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.helpers import relative_error
+from vitbatch.attention import attend
 from vitbatch.attention.reference import attend_reference, attend_windows_reference
 from vitbatch.attention.tiles import AttentionTile, attention_tile
 from vitbatch.attention.triton import attend_triton, attend_windows_triton, pieces_of
@@ -17,29 +18,29 @@ CPU = Platform("cpu", "", "cpu")
 TILES = [AttentionTile(64, 64, 4, 1), AttentionTile(128, 64, 4, 1), AttentionTile(128, 128, 4, 1)]
 
 
-def segments_of(lengths: list[int], capacity: int) -> Segments[np.ndarray]:
-    first, end, start = np.arange(capacity // 64, dtype=np.int32), np.zeros(capacity // 64, np.int32), 0
+def segments_of(lengths: list[int], capacity: int, block: int = 64) -> Segments[np.ndarray]:
+    first, end, start = np.arange(capacity // block, dtype=np.int32), np.zeros(capacity // block, np.int32), 0
     for length in lengths:
-        own = slice(start // 64, (start + align(length)) // 64)
+        own = slice(start // block, (start + align(length, block)) // block)
         first[own], end[own] = own.start, start + length
-        start += align(length)
+        start += align(length, block)
     assert start <= capacity
     return Segments(first, end)
 
 
-def windows_of(lengths: list[int], capacity: int, size: int) -> np.ndarray:
+def windows_of(lengths: list[int], capacity: int, size: int, block: int = 64) -> np.ndarray:
     """Windows of `size` patches side by side, each image's last one smaller."""
     windows, start, number = np.full(capacity, -1, np.int32), 0, 0
     for length in lengths:
         for at in range(0, length, size):
             windows[start + at : start + min(at + size, length)] = number
             number += 1
-        start += align(length)
+        start += align(length, block)
     return windows
 
 
 def real_rows(segments: Segments[np.ndarray]) -> np.ndarray:
-    """Which rows belong to an image."""
+    """Which rows belong to an image, in blocks of 64."""
     row = np.arange(64 * len(segments.end))
     return row < np.repeat(segments.end, 64)
 
@@ -75,6 +76,32 @@ def test_each_image_sees_all_of_itself_and_nothing_else(head_dim, tile):
     real = real_rows(segments)
     assert relative_error(got[real], want[real]) < 3e-6
     assert not got[~real].any()
+
+
+TINY = [64, 16, 36, 4, 60]
+
+
+def test_tiny_images_each_see_all_of_themselves_and_nothing_else():
+    segments, qkv = segments_of(TINY, 256, 16), random_qkv(256, 2, 24)
+    got = interpreted(qkv, segments, tile=TILES[0])
+    want = attend_reference(*qkv, segments.first, segments.end)
+    assert relative_error(got, want) < 3e-6
+    # Elsewhere in the lane, beside other images: the same bits.
+    moved = interpreted([np.roll(x, 32, axis=0) for x in qkv], segments_of([20, *TINY[:3]], 256, 16), tile=TILES[0])
+    np.testing.assert_array_equal(moved[32:148], got[:116])
+
+
+def test_windows_of_tiny_images_each_see_themselves():
+    segments, windows = segments_of(TINY, 256, 16), windows_of(TINY, 256, 24, 16)
+    qkv = random_qkv(256, 2, 24)
+    got = interpreted(qkv, segments, windows, 24, tile=TILES[0])
+    assert relative_error(got, attend_windows_reference(*qkv, windows)) < 3e-6
+
+
+def test_values_may_stand_behind_queries_and_keys():
+    segments, qkv = segments_of([100, 30], 192), random_qkv(192, 2, 24)
+    fused = [*qkv[:2], np.concatenate(qkv, axis=1)]
+    np.testing.assert_array_equal(interpreted(fused, segments), interpreted(qkv, segments))
 
 
 @pytest.mark.parametrize("size", [50, 64, 100])
@@ -127,6 +154,31 @@ def test_head_dim_72_is_multiplied_as_64_and_16():
 def test_other_head_dims_are_refused_by_name(head_dim):
     with pytest.raises(ValueError, match=f"head dimension {head_dim}"):
         pieces_of(head_dim)
+
+
+def test_few_rows_are_cut_into_more_programs():
+    hopper = Platform("cuda", "", "H200")
+    assert attention_tile(hopper, 72, rows=16 * 65536).queries == 128
+    assert attention_tile(hopper, 72, rows=16 * 1024).queries == 64
+    assert attention_tile(hopper, 72, 16, rows=16 * 65536).queries == 64
+
+
+RELEASED = {"Qwen3-VL-8B": 72, "Qwen3-VL-4B": 64, "Qwen3.5-0.8B": 64, "Qwen2.5-VL": 80, "GLM-4.6V": 128, "GLM-OCR": 64}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_every_released_tower_gets_the_kernel_on_a_gpu(name):
+    q = jax.ShapeDtypeStruct((64, 4, RELEASED[name]), jnp.bfloat16)
+    values = jax.ShapeDtypeStruct((64, 12, RELEASED[name]), jnp.bfloat16)
+    block = jax.ShapeDtypeStruct((1,), jnp.int32)
+
+    def kernels(kind: str, q: jax.ShapeDtypeStruct) -> int:
+        platform = Platform(kind, "gfx950" if kind == "rocm" else "", "")
+        traced = jax.make_jaxpr(lambda *x: attend(*x, platform=platform))(q, q, values, Segments(block, block))
+        return str(traced).count("pallas_call[")
+
+    assert [kernels(kind, q) for kind in ("cuda", "rocm", "cpu")] == [1, 1, 0]
+    assert kernels("cuda", jax.ShapeDtypeStruct(q.shape, jnp.float32)) == 0
 
 
 def test_tiles_that_cannot_run_are_refused():

@@ -52,19 +52,25 @@ def exact(q, gates, keys, scales) -> np.ndarray:
     return scores if scales is None else scores * np.asarray(scales, np.float64)
 
 
-def paged(keys, scales, page: int, seed: int = 0):
-    """The same keys in pages in another order, among pages of NaN, and the table that finds them."""
+def paged(keys, scales, page: int, requests: int, seed: int = 0):
+    """The same keys once a request, in pages in another order, among pages of NaN, and the table that finds them."""
     num_keys = keys.shape[0]
     pages = -(-num_keys // page)
-    table = np.random.default_rng(seed).permutation(pages + 3)[:pages].astype(np.int32)
+    total = requests * pages + 3
+    table = np.random.default_rng(seed).permutation(total)[: requests * pages].reshape(requests, pages).astype(np.int32)
     filled = jnp.pad(keys.astype(jnp.float32), [(0, pages * page - num_keys), (0, 0)]).reshape(pages, page, -1)
-    key_pages = jnp.full((pages + 3, page, keys.shape[1]), jnp.nan).at[table].set(filled).astype(keys.dtype)
+    key_pages = jnp.full((total, page, keys.shape[1]), jnp.nan).at[table].set(filled).astype(keys.dtype)
     scale_pages = None
     if scales is not None:
         filled = jnp.pad(scales, [(0, pages * page - num_keys)]).reshape(pages, page)
-        scale_pages = jnp.full((pages + 3, page), jnp.nan).at[table].set(filled)
+        scale_pages = jnp.full((total, page), jnp.nan).at[table].set(filled)
     # An entry past the last page may hold anything.
-    return key_pages, scale_pages, jnp.asarray(np.append(table, np.int32(10**9)))
+    return key_pages, scale_pages, jnp.pad(jnp.asarray(table), [(0, 0), (0, 1)], constant_values=10**9)
+
+
+def of_requests(requests: int, *arrays):
+    """The rows of all requests one after another -> [requests, rows, ...]."""
+    return (x.reshape(requests, -1, *x.shape[1:]) for x in arrays)
 
 
 @pytest.mark.parametrize("tile", TILES, ids=["one", "ahead", "wide"])
@@ -81,14 +87,15 @@ def test_scores_are_right_within_the_windows(name, tile):
 @pytest.mark.parametrize("name", ["bfloat16", "float8 of CUDA"])
 def test_paged_keys_give_the_bits_of_contiguous_ones(name):
     form, platform = FORMATS[name]
-    q, gates, keys, scales, _, lengths = problem(form, rows=5, keys=100, heads=4, dim=32)
-    ks, lengths = jnp.zeros(5, jnp.int32), jnp.asarray([1, 60, 0, 99, 100], jnp.int32)
+    q, gates, keys, scales, *_ = problem(form, rows=10, keys=100, heads=4, dim=32)
+    ks, lengths = jnp.zeros(10, jnp.int32), jnp.asarray([1, 60, 0, 99, 100, 7, 0, 33, 64, 98], jnp.int32)
     options = {"platform": platform, "tile": TILES[1], "interpret": True}
     flat = np.asarray(row_scores(q, gates, keys, scales, ks, lengths, **options))
-    key_pages, scale_pages, table = paged(keys, scales, page=16)
-    got = np.asarray(paged_scores(q, gates, key_pages, scale_pages, table, lengths, **options))
-    seen = in_window(ks, lengths, 100)
-    assert got.shape == (5, 128)
+    key_pages, scale_pages, table = paged(keys, scales, page=16, requests=2)
+    q, gates, per_request = of_requests(2, q, gates, lengths)  # five rows each, which fill no tile
+    got = np.asarray(paged_scores(q, gates, key_pages, scale_pages, table, per_request, **options))
+    assert got.shape == (2, 5, 128)
+    got, seen = got.reshape(10, 128), in_window(ks, lengths, 100)
     np.testing.assert_array_equal(got[:, :100][seen], flat[seen])
 
 
@@ -114,7 +121,7 @@ def test_shapes_the_kernel_cannot_run_are_refused_by_name():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize("heads", [4, 16, 32, 64])
 @pytest.mark.parametrize("kind", ["bfloat16", "float8"])
 def test_on_a_gpu_a_row_has_the_same_right_bits_in_every_launch(kind, heads):
     platform = platform_of(jax.devices()[0])
@@ -133,10 +140,11 @@ def test_on_a_gpu_a_row_has_the_same_right_bits_in_every_launch(kind, heads):
 @pytest.mark.gpu
 def test_on_a_gpu_paged_keys_give_the_bits_of_contiguous_ones():
     platform = platform_of(jax.devices()[0])
-    q, gates, keys, scales, *_ = problem(KeyFormat.fp8(platform.arch), rows=5, keys=3000, heads=32, dim=128)
-    ks, lengths = jnp.zeros(5, jnp.int32), jnp.asarray([1, 1000, 0, 2999, 3000], jnp.int32)
+    q, gates, keys, scales, *_ = problem(KeyFormat.fp8(platform.arch), rows=6, keys=3000, heads=32, dim=128)
+    ks, lengths = jnp.zeros(6, jnp.int32), jnp.asarray([1, 1000, 0, 2999, 3000, 77], jnp.int32)
     flat = np.asarray(row_scores(q, gates, keys, scales, ks, lengths, platform=platform))
-    key_pages, scale_pages, table = paged(keys, scales, page=64)
-    got = np.asarray(paged_scores(q, gates, key_pages, scale_pages, table, lengths, platform=platform))
-    seen = in_window(ks, lengths, 3000)
+    key_pages, scale_pages, table = paged(keys, scales, page=64, requests=3)
+    q, gates, per_request = of_requests(3, q, gates, lengths)
+    got = np.asarray(paged_scores(q, gates, key_pages, scale_pages, table, per_request, platform=platform))
+    got, seen = got.reshape(6, -1), in_window(ks, lengths, 3000)
     np.testing.assert_array_equal(got[:, :3000][seen], flat[seen])

@@ -1,11 +1,16 @@
 """An engine on the embedded digit reader, without HTTP."""
 
+import time
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
 from serving.cli import DEMO_FOLDER
 from serving.config import EngineConfig
+from serving.engine import Engine
 from serving.load import load_engine
 from serving.metrics import Metrics
 from serving.protocol import ImageSpan, SamplingParams, Submission, TokenEvent
@@ -40,6 +45,33 @@ class Server:
         self.prepare = self.runner.encoder.processor.prepare
         self._ids = count()
 
+    @contextmanager
+    def another_engine(self, **changes) -> Iterator[Engine]:
+        """Serves with a new engine over the same warmed programs, its configuration changed, until the block is left.
+        The one before may be asleep, but not at work."""
+        before = self.engine
+        assert not before._known
+        config = replace(before._config, **changes)
+        self.engine = Engine(
+            self.runner,
+            config,
+            model_name="digits",
+            eos_ids=self.tokenizer.eos_ids,
+            metrics=self.metrics,
+            guard=self.guard,
+            uses_mrope=True,
+        )
+        self.engine.start()
+        try:
+            yield self.engine
+        finally:
+            try:
+                assert self.engine.drain(30.0), "the engine did not drain"
+                assert self.idle(), "a page or a pool row leaked"
+            finally:
+                self.engine.stop("the test is over")
+                self.engine = before
+
     def prompt(self, *images, text="digit?"):
         """(ids, spans) of one user turn."""
         encode, ids, spans = self.tokenizer.encode_prompt, [], []
@@ -50,7 +82,7 @@ class Server:
             ids += [self.tokenizer.image_token_id] * image.num_tokens + encode("<|vision_end|>")
         return ids + encode(f"{text}<|im_end|>\n<|im_start|>assistant\n"), tuple(spans)
 
-    def submit(self, ids, spans=(), on_token=lambda token: None, **params):
+    def submit(self, ids, spans=(), on_token=lambda token: None, salt="", **params):
         """A future of (text, FinishEvent or ErrorEvent); its request_id attribute names the request."""
         params = {"max_tokens": 6, "temperature": 0.0} | params
         tokens, done = [], Future()
@@ -64,11 +96,20 @@ class Server:
                 text = b"".join(self.tokenizer.token_bytes(t) for t in tokens).decode(errors="replace")
                 done.set_result((text, event))
 
-        self.engine.submit(Submission(done.request_id, ids, spans, SamplingParams(**params)), on_event)
+        self.engine.submit(Submission(done.request_id, ids, spans, SamplingParams(**params), salt), on_event)
         return done
 
     def ask(self, *images, text="digit?", **params):
         return self.submit(*self.prompt(*images, text=text), **params)
+
+    def settled(self, seconds=20.0):
+        """Whether nothing is held once every request is over; waits for the last step."""
+        deadline = time.monotonic() + seconds
+        while self.engine._known or not self.idle():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        return True
 
     def close(self):
         """Lets everything end; True when it did."""
@@ -77,6 +118,10 @@ class Server:
         return drained
 
     def idle(self):
-        """Nothing runs, nothing is held."""
-        scheduler, cache = self.engine._scheduler, self.runner.encoder.cache
-        return not scheduler.running and scheduler.pages.used == 0 and cache.tokens_pinned == 0
+        """Nothing runs and nothing is held: no seat, no page, no pool row, and the gauges say so. What is counted and
+        what is there must agree, so a page that was leaked or freed twice raises."""
+        self.engine.check_invariants()
+        scheduler, value = self.engine._scheduler, self.metrics.registry.get_sample_value
+        gauges = [value(f"vitstripe_{g}") for g in ("num_requests_running", "num_requests_waiting", "kv_pages_used")]
+        nothing = not scheduler.running and not scheduler.waiting and scheduler.pages.used == 0
+        return nothing and not self.engine._known and self.runner.encoder.cache.tokens_pinned == 0 and not any(gauges)

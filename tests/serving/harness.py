@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -35,12 +36,12 @@ class Driver:
         self.mesh, self.config, self.pool = make_mesh(tp), replace(config, tp=tp), pool
         binding = bind_decoder(checkpoint, tp=tp, dtype=jnp.float32)
         raise_problems(checkpoint, [binding])
-        self.state = load(checkpoint, binding, self.mesh)
+        self.weights = tuple(jax.tree.leaves(load(checkpoint, binding, self.mesh)))
         pages = 2 * self.config.pages_per_seq
         shapes = LmShapes(pages, *((0, 0) if pool is None else pool.shape))
         self.lm = LanguageModel(binding.graphdef, binding.abstract, self.mesh, self.config, shapes)
         self.packer = Packer(self.config, pages, gather_pages=self.lm.gather_pages)
-        self.caches = self.lm.new_caches()
+        self.caches, self.seats = self.lm.new_caches(), self.lm.new_seats()
         self.compiled = {}
         self.selections = []
 
@@ -50,13 +51,20 @@ class Driver:
             positions = np.broadcast_to(np.arange(len(ids), dtype=np.int32), (3, len(ids)))
         submission = Submission(f"r{first_page}", [int(i) for i in ids], images, SamplingParams(1, temperature=0.0))
         seq = Sequence(submission, lambda event: None, positions, delta, seed=0)
-        seq.pages = list(range(first_page, 2 * self.config.pages_per_seq, 2))[::-1]
+        seq.add_pages(range(first_page, 2 * self.config.pages_per_seq, 2)[::-1])
+        return seq
+
+    def after_prefix(self, donor: Sequence, seq: Sequence, pages: int) -> Sequence:
+        """`seq` with the first pages of another request in the place of its own, as the prefix cache puts them."""
+        for page in range(pages):
+            seq.swap_page(page, donor.pages[page])
+        seq.computed = pages * self.config.page_size
         return seq
 
     def _call(self, program, *args):
         if program.name not in self.compiled:
             self.compiled[program.name] = program.compile()
-        return self.compiled[program.name](self.state, *args)
+        return self.compiled[program.name](self.weights, *args)
 
     def extend(self, chunks: list[Chunk], selection: Selection = REPLICATED) -> list[np.ndarray]:
         """Logits [tokens, V] of every token of each chunk."""
@@ -71,8 +79,9 @@ class Driver:
         )
         program = self.lm.extend(rows, selection, keep_selections=True)
         samples = samples_of([], self.config.max_seqs)
-        _, logits, self.caches, self.selections = self._call(program, inputs, self.caches, step, samples)
-        logits = np.asarray(logits)[: len(wanted)]
+        out = self._call(program, inputs, self.caches, step, samples, self.seats)
+        self.caches, self.seats, self.selections, self.hidden = out.caches, out.seats, out.selections, out.hidden
+        logits = np.asarray(out.logits)[: len(wanted)]
         return np.split(logits, np.cumsum([c.stop - c.start for c in chunks])[:-1])
 
     def prefill(self, seq: Sequence, cuts: list[int], selection: Selection = REPLICATED) -> np.ndarray:
@@ -88,8 +97,8 @@ class Driver:
         """`first` and the count - 1 tokens that greedy decoding puts after it."""
         seq.tokens.append(first)
         for _ in range(count - 1):
-            ids, step = self.packer.decode([seq], 3)
-            args = (ids, self.caches, step, samples_of([seq], 3))
-            tokens, _, self.caches = self._call(self.lm.decode(3), *args)
-            seq.tokens.append(int(tokens[0]))
+            ids, step = np.resize(np.int32(seq.tokens[-1]), 3), self.packer.decode([seq], 3)
+            out = self._call(self.lm.decode(3), ids, self.caches, step, samples_of([seq], 3), self.seats)
+            self.caches, self.seats = out.caches, out.seats
+            seq.tokens.append(int(out.sampled.tokens[0]))
         return seq.tokens[seq.prompt_length :]

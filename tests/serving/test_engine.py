@@ -1,12 +1,15 @@
 """The step loop on the embedded digit reader: right answers in any company, faults that stay where they arise."""
 
 import threading
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 
+from serving.pipeline import NOT_FINITE
 from serving.protocol import ErrorEvent, FinishEvent, InvalidRequest, Overloaded
+from serving.sampling import Sampled
 from tests.serving.demo_server import CONFIG, DIGITS, PHOTOS, Server
 
 
@@ -19,6 +22,12 @@ def server():
     assert made.idle(), "a page or a pool row leaked"
     assert made.guard.after_ready == 0, "something compiled after ready"
     assert made.engine.health().state == "draining"
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(server):
+    yield
+    assert server.settled(), "a request, a page or a pool row is left over"
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +69,68 @@ def test_equal_images_in_one_burst_are_encoded_once(server):
     assert len({text for text, _ in answers}) == 1
 
 
+def test_a_prompt_that_was_seen_is_found_and_the_same_images_are_not_encoded_again(server):
+    image = server.prepare(np.random.default_rng(15).integers(0, 255, (96, 128, 3), dtype=np.uint8))
+    ids, spans = server.prompt(image, text="what is it? " * 3)
+    text, first = server.submit(ids, spans, ignore_eos=True).result(60)
+    again, second = server.submit(ids, spans, ignore_eos=True).result(60)
+    assert again == text
+    assert first.usage.cached_tokens < spans[0].start, "nothing of a new image is known"
+    assert second.usage.cached_tokens == (len(ids) - 1) // 8 * 8
+    assert (len(first.vit_calls), second.vit_calls) == (1, ())
+    assert second.usage.prompt_tokens == len(ids)
+
+
+def test_another_image_behind_the_same_tokens_is_another_prefix(server, digits):
+    by_size = {}
+    for label, image in digits:
+        by_size.setdefault(image.num_tokens, []).append((label, image))
+    for same_size in by_size.values():
+        for label, image in same_size * 2:
+            text, event = server.ask(image).result(60)
+            assert text == label
+            assert event.usage.image_tokens == image.num_tokens
+    prompts = {tuple(server.prompt(image)[0]) for _, image in by_size[4]}
+    assert (len(by_size[4]) > 3, len(prompts)) == (True, 1), "only the pixels tell these prompts apart"
+
+
+def test_requests_with_different_salts_share_nothing(server):
+    ids, _ = server.prompt(text="a text that nobody else sends, of some length")
+    cached = [server.submit(ids, salt=salt).result(60)[1].usage.cached_tokens for salt in ("a", "b", "a", "b")]
+    assert cached[:2] == [0, 0]
+    assert cached[2] == cached[3] > 0
+
+
+def test_choices_of_one_prompt_compute_it_once(server, digits):
+    ids, spans = server.prompt(digits[7][1], text="four answers, please, to this one question about this image")
+    futures = [server.submit(ids, spans, temperature=1.0, seed=s, ignore_eos=True) for s in range(4)]
+    cached = sorted(f.result(60)[1].usage.cached_tokens for f in futures)
+    assert cached[1:] == [(len(ids) - 1) // 8 * 8] * 3
+    assert cached[0] < cached[1]
+    assert sum(len(f.result(60)[1].vit_calls) for f in futures) <= 1
+
+
+def test_an_answer_is_part_of_the_prefix_of_the_next_turn(server):
+    ids, _ = server.prompt(text="a first turn")
+    seen = []
+    server.submit(ids, on_token=seen.append, max_tokens=30, ignore_eos=True).result(60)
+    turn = server.submit([*ids, *seen, 5, 6, 7]).result(60)[1]
+    # The last token of the answer was sampled and never computed.
+    assert turn.usage.cached_tokens == (len(ids) + 29) // 8 * 8
+
+
+def test_the_metrics_count_prompt_tokens_looked_up_and_found(server):
+    def counts():
+        value = server.metrics.registry.get_sample_value
+        return [value(f"vitstripe_prefix_cache_{name}_total") for name in ("queries", "hits")]
+
+    ids, _ = server.prompt(text="how many of these tokens are found?")
+    server.submit(ids).result(60)
+    before = counts()
+    cached = server.submit(ids).result(60)[1].usage.cached_tokens
+    assert [a - b for a, b in zip(counts(), before, strict=True)] == [len(ids), cached]
+
+
 def test_a_seed_decides_the_answer_whatever_the_batch(server, digits):
     ids, spans = server.prompt(digits[3][1])
     sampled = {"temperature": 2.0, "top_p": 0.95, "ignore_eos": True, "max_tokens": 12}
@@ -68,6 +139,31 @@ def test_a_seed_decides_the_answer_whatever_the_batch(server, digits):
     answers = [f.result(60)[0] for f in futures]
     assert answers[1] == alone
     assert len(set(answers)) > 1, "other seeds draw other tokens"
+
+
+def test_a_step_is_on_its_way_before_the_one_before_it_is_read(server, monkeypatch):
+    order, passes = [], []
+
+    def dispatch(run):
+        def watched(*args):
+            order.append(f"dispatch {len(passes)}")
+            passes.append(run(*args))
+            return passes[-1]
+
+        return watched
+
+    def read(sampled, **how):
+        order.append(f"read {[p is sampled for p in passes].index(True)}")
+        return on_host(sampled, **how)
+
+    on_host = Sampled.on_host
+    monkeypatch.setattr(Sampled, "on_host", read)
+    for kind in ("prefill", "decode"):
+        monkeypatch.setattr(server.runner, kind, dispatch(getattr(server.runner, kind)))
+    server.submit(server.prompt(text="a new one")[0], max_tokens=4, ignore_eos=True).result(60)
+    # A prefill pass and three decode passes; nothing is dispatched past the last token.
+    expected = ["dispatch 0", "dispatch 1", "read 0", "dispatch 2", "read 1", "dispatch 3", "read 2", "read 3"]
+    assert order == expected
 
 
 def test_abort_frees_the_request_and_leaves_the_others(server, digits):
@@ -133,6 +229,27 @@ def test_an_image_of_nan_rows_fails_its_request_and_poisons_no_later_one(server,
     assert encoder.cache.tokens_pinned == 0
 
 
+def test_a_token_that_is_not_finite_ends_its_request_alone_and_its_pages_are_not_found(server, digits, monkeypatch):
+    text = "this prompt is long enough to fill a few pages of the cache"
+    decode = server.runner.decode
+
+    def poisoned(seqs):
+        sampled = decode(seqs)
+        tokens = np.array(sampled.tokens)
+        for row, seq in enumerate(seqs):
+            if seq.request_id == bad.request_id and seq.generated > 3:
+                tokens[row] = -1
+        return replace(sampled, tokens=tokens)
+
+    bad = server.ask(digits[0][1], text=text, max_tokens=40, ignore_eos=True, temperature=1.0)
+    monkeypatch.setattr(server.runner, "decode", poisoned)
+    good = server.ask(digits[1][1], max_tokens=12, ignore_eos=True)
+    assert bad.result(60)[1].message == NOT_FINITE
+    assert good.result(60)[1].usage.completion_tokens == 12
+    monkeypatch.setattr(server.runner, "decode", decode)
+    assert server.ask(digits[0][1], text=text).result(60)[1].usage.cached_tokens == 0
+
+
 def test_requests_that_hold_parts_of_the_row_pool_do_not_wait_for_each_other_forever(server):
     """Two requests whose images together are larger than the pool, taken in by turns, and one that needs none."""
     rng = np.random.default_rng(9)
@@ -165,6 +282,11 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers(server, digits
         server.submit([])
     with pytest.raises(InvalidRequest, match=r"outside 0 \.\. 271"):
         server.submit([5, 272])
+    ids, spans = server.prompt(digits[0][1])
+    with pytest.raises(InvalidRequest, match="image 0 takes tokens"):
+        server.submit(ids[: spans[0].stop - 1], spans)
+    with pytest.raises(InvalidRequest, match="image 1 takes tokens"):
+        server.submit(ids, spans * 2)
 
 
 def test_a_full_queue_refuses_and_recovers(server, digits):
@@ -174,6 +296,7 @@ def test_a_full_queue_refuses_and_recovers(server, digits):
     with pytest.raises(Overloaded) as refusal:
         server.submit(ids, spans)
     assert refusal.value.retry_after > 0
+    assert refusal.value.reason == "queue_full"
     for future in futures:
         server.engine.abort(future.request_id)
     assert all(f.result(60)[1].reason in ("abort", "length") for f in futures)

@@ -85,3 +85,15 @@ def test_programs_hold_exactly_the_declared_collectives(drivers, tp, selection):
         return
     for program in (lm.splice(64), lm.extend(64, selection), lm.decode(3)):
         assert collectives_in(program.lower().as_text()) == dict(program.collectives), program.name
+
+
+@pytest.mark.parametrize("pages", [1, 4])
+@pytest.mark.parametrize("stripes", [None, 8])
+def test_logits_after_a_cached_prefix_are_those_without_a_cache(drivers, golden, pages, stripes):
+    """The latent rows and the index keys of the prefix are another request's."""
+    driver, ids = drivers(2), golden["txt.input_ids"][0]
+    whole = driver.sequence(ids)
+    expected = driver.prefill(whole, [], Selection(stripes))
+    seq = driver.after_prefix(whole, driver.sequence(ids, first_page=1), pages)
+    [logits] = driver.extend([Chunk(seq, 8 * pages, len(ids))], Selection(stripes))
+    assert relative_error(logits, expected[8 * pages :]) < 2e-5

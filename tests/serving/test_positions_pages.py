@@ -1,24 +1,11 @@
-"""Host planning of the engine: positions, pages, chunks, buckets."""
+"""Host planning of the engine: positions, pages, buckets. test_scheduler.py has the order of requests."""
 
 import numpy as np
 import pytest
 
-from serving.config import ROW_TILE, EngineConfig, bucket_for
-from serving.pages import PageAllocator
+from serving.config import EngineConfig, bucket_for
+from serving.pages import PagePool
 from serving.positions import mrope_positions
-from serving.protocol import SamplingParams, Submission
-from serving.scheduler import Scheduler
-from serving.sequence import Sequence
-
-CONFIG = EngineConfig(max_model_len=120, page_size=8, max_seqs=3, prefill_tokens=48)
-
-
-def sequence(order, length, generated=0):
-    positions = np.broadcast_to(np.arange(length, dtype=np.int32), (3, length))
-    submission = Submission(str(order), list(range(1, length + 1)), (), SamplingParams(9))
-    seq = Sequence(submission, lambda event: None, positions, 0, 0, order=order)
-    seq.tokens += [0] * generated
-    return seq
 
 
 def test_a_text_prompt_counts_up_on_every_axis():
@@ -45,59 +32,67 @@ def test_frames_of_one_item_count_up_in_time():
 
 
 def test_pages_are_handed_out_once_and_taken_back_once():
-    pages = PageAllocator(5)
+    pages = PagePool(5)
     first, second = pages.take(3), pages.take(2)
     assert sorted(first + second) == list(range(5))
     assert pages.take(1) is None
+    pages.check([first, second])
     pages.give_back(first)
-    assert pages.free == 3
+    assert (pages.free, pages.used) == (3, 2)
     with pytest.raises(RuntimeError, match="is not in use"):
         pages.give_back(first[:1])
+    pages.check([second])
 
 
-def test_prefill_takes_the_oldest_first_and_cuts_the_last_chunk_to_the_budget():
-    scheduler = Scheduler(CONFIG, 100)
-    for order, length in enumerate((20, 30, 5)):
-        scheduler.add(sequence(order, length))
-    scheduler.admit()
-    chunks = scheduler.prefill()
-    # 20 tokens take two row tiles, which leaves one tile of the 48 rows
-    assert [(c.seq.order, c.start, c.stop, c.rows) for c in chunks] == [(0, 0, 20, 32), (1, 0, 16, 16)]
-    assert [c.finishes_prompt for c in chunks] == [True, False]
-    assert sum(c.rows for c in chunks) <= CONFIG.prefill_tokens
-    assert all(c.rows % ROW_TILE == 0 for c in chunks)
+def test_a_leaked_page_fails_the_check():
+    pages = PagePool(5)
+    held = pages.take(3)
+    with pytest.raises(RuntimeError, match=f"page {min(held)}: 1 counted, 0 real"):
+        pages.check([])
+    with pytest.raises(RuntimeError, match="1 counted, 2 real"):
+        pages.check([held, held[:1]])
 
 
-def test_the_key_gather_bounds_what_shares_a_pass():
-    scheduler = Scheduler(CONFIG, 100, gather_pages=4)
-    for order, length in enumerate((16, 17, 3)):
-        scheduler.add(sequence(order, length))
-    scheduler.admit()
-    # 2 pages, then 3 would be over 4: the second waits rather than be overtaken
-    assert [c.seq.order for c in scheduler.prefill()] == [0]
+def test_a_known_page_is_shared_and_outlives_its_holders():
+    pages = PagePool(4)
+    first, second = pages.take(2)
+    pages.publish(first, b"a")
+    pages.publish(second, b"b")
+    assert pages.share(b"a") == first
+    pages.give_back([first, second])
+    assert (pages.used, pages.kept, pages.free) == (1, 1, 3)
+    pages.give_back([first])
+    assert (pages.used, pages.kept) == (0, 2)
+    assert pages.share(b"b") == second
+    assert pages.share(b"c") is None
+    pages.check([[second]])
 
 
-def test_the_youngest_gives_way_when_pages_run_out_and_comes_back_first():
-    scheduler = Scheduler(CONFIG, 4)
-    old, young, late = sequence(0, 16), sequence(1, 15), sequence(2, 8)
-    for seq in (old, young, late):
-        scheduler.add(seq)
-    scheduler.admit()
-    assert [s.order for s in scheduler.running] == [0, 1]
-    for seq in (old, young):
-        seq.computed = len(seq.tokens)
-        seq.tokens.append(7)
-    due, preempted = scheduler.decode()
-    assert ([s.order for s in due], [s.order for s in preempted]) == ([0], [1])
-    assert scheduler.preemptions == 1
-    assert [s.order for s in scheduler.waiting] == [1, 2]
-    assert (young.pages, young.computed, len(young.tokens)) == ([], 0, 16)
-    scheduler.remove(old)
-    scheduler.admit()
-    assert [s.order for s in scheduler.running] == [1, 2]
-    for seq in (young, late):
-        scheduler.remove(seq)
-    assert scheduler.pages.used == 0
+def test_the_end_of_a_prefix_is_evicted_before_its_beginning_and_the_oldest_before_the_newest():
+    pages = PagePool(5)
+    old, new = pages.take(2), pages.take(2)
+    for page, key in zip(old + new, (b"a1", b"a2", b"b1", b"b2"), strict=True):
+        pages.publish(page, key)
+    pages.give_back(old)
+    pages.give_back(new)
+    assert pages.take(2) is not None, "one free page and one of the oldest prefix"
+    assert [key in pages for key in (b"a1", b"a2", b"b1", b"b2")] == [True, False, True, True]
+    assert pages.take(1) == [old[0]]
+    assert pages.take(1) == [new[1]]
+    assert pages.evictions == 3
+
+
+def test_a_page_that_was_published_cannot_become_another_content():
+    pages = PagePool(3)
+    first, second = pages.take(2)
+    pages.publish(first, b"a")
+    with pytest.raises(RuntimeError, match="must not be written"):
+        pages.publish(first, b"b")
+    pages.publish(second, b"a")
+    assert pages.share(b"a") == first, "the first page with a content stays the one that is found"
+    pages.forget([first])
+    assert pages.share(b"a") is None
+    pages.check([[first, second], [first]])
 
 
 def test_buckets_ascend_and_hold_everything_up_to_the_limit():
@@ -116,6 +111,8 @@ def test_buckets_ascend_and_hold_everything_up_to_the_limit():
         ({"tp": 0}, "tp is 0; it must be at least 1"),
         ({"prefill_tokens": 100}, "prefill_tokens is 100; it must be a multiple of 16"),
         ({"cache_tokens": 100, "max_model_len": 101}, "less than max_model_len 101"),
+        ({"max_queue_tokens": 0}, "max_queue_tokens is 0; it must be at least 1"),
+        ({"step_seconds": 0.0}, "step_seconds is 0.0; it must be a positive number"),
         ({"merge": "sum"}, "merge is 'sum'; it must be 'pmax' or 'all_gather'"),
     ],
 )

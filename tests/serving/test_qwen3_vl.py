@@ -8,6 +8,7 @@ from safetensors.numpy import load_file
 
 from serving.positions import mrope_positions
 from serving.protocol import ImageSpan
+from serving.scheduler import Chunk
 from tests.helpers import det, relative_error
 from tests.serving.harness import Driver, checkpoint_at
 from vitbatch import PreparedImage, VisionEncoder
@@ -51,7 +52,7 @@ def case(goldens, golden, image_rows):
             made[tp] = Driver(checkpoint_at(goldens / "qwen3_vl"), tp, pool)
         return made[tp]
 
-    def sequence(driver: Driver):
+    def sequence(driver: Driver, first_page: int = 0):
         spans = tuple(
             ImageSpan(
                 start, PreparedImage(np.ones((h * w, 768), np.uint8), (t, h, w), bytes([h] * 16), h * w // 4, (1, 1))
@@ -59,7 +60,7 @@ def case(goldens, golden, image_rows):
             for start, (t, h, w) in zip(starts, grids, strict=True)
         )
         positions, delta = mrope_positions(len(ids), [(s.start, s.image.grid_thw) for s in spans], merge=2)
-        seq = driver.sequence(ids, spans, positions, delta)
+        seq = driver.sequence(ids, spans, positions, delta, first_page)
         seq.slots = list(slots)
         return seq
 
@@ -114,3 +115,15 @@ def test_programs_hold_exactly_the_declared_collectives(case):
         lm = driver(tp).lm
         for program in (lm.splice(64), lm.extend(64, lm.selections[0]), lm.decode(3)):
             assert collectives_in(program.lower().as_text()) == dict(program.collectives), (tp, program.name)
+
+
+@pytest.mark.parametrize("pages", [1, 2, 3])
+def test_logits_after_a_cached_prefix_are_those_without_a_cache(golden, case, pages):
+    """Page edges at 8, 16 and 24 of 32 tokens: inside an image, between the two and after them."""
+    driver, sequence = case
+    whole = sequence(driver(2))
+    expected = driver(2).prefill(whole, [])
+    seq = driver(2).after_prefix(whole, sequence(driver(2), first_page=1), pages)
+    [logits] = driver(2).extend([Chunk(seq, 8 * pages, 32)])
+    assert relative_error(logits, expected[8 * pages :]) < 2e-5
+    assert relative_error(logits, golden["img.logits"][0][8 * pages :]) < 2e-5

@@ -1,4 +1,5 @@
-"""Every language program lowers for ROCm from a CPU, with the declared collectives and nothing a ROCm build lacks."""
+"""Every language program lowers for ROCm from a CPU, with the declared collectives and the declared kernels, and with
+nothing a ROCm build lacks."""
 
 import re
 
@@ -8,26 +9,67 @@ import pytest
 from serving.config import EngineConfig
 from serving.lm import LanguageModel, LmShapes
 from serving.models import bind_decoder
+from tests.serving.harness import checkpoint_at
 from vitstripe import collectives_in
-from vitstripe.checkpoint import Checkpoint
 from vitstripe.mesh import make_mesh
+from vitstripe.platform import Platform
+
+SHARDING = {"Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"}
+TRITON = "__gpu$xla.gpu.triton"
+GFX942 = Platform("rocm", "gfx942", "")
+# A head dimension that the attention kernels serve, which the small checkpoint has not.
+SERVED_HEADS = {"head_dim": 64, "rope_parameters": {"rope_theta": 1e4, "mrope_section": [12, 10, 10]}}
+
+
+def language_model(folder, tp: int, pool: tuple[int, int], **text) -> LanguageModel:
+    """Programs for gfx942 of a checkpoint with some fields of its text_config replaced."""
+    config = EngineConfig(tp=tp, max_model_len=96, page_size=16, max_seqs=4, prefill_tokens=64)
+    checkpoint = checkpoint_at(folder)
+    if text:
+        checkpoint = checkpoint_at(folder, text_config=checkpoint.config["text_config"] | text)
+    binding = bind_decoder(checkpoint, tp=tp, dtype=jnp.bfloat16)
+    shapes = LmShapes(24, *pool)
+    return LanguageModel(binding.graphdef, binding.abstract, make_mesh(tp), config, shapes, platform=GFX942)
+
+
+def lowered(program) -> str:
+    return program.fn.trace(*program.args).lower(lowering_platforms=("rocm",)).as_text()
+
+
+def custom_calls(text: str) -> set[str]:
+    return set(re.findall(r"custom_call @([\w.$]+)", text)) - SHARDING
+
+
+def kernels_in(text: str) -> set[str]:
+    """Names of the Pallas kernels."""
+    calls = [line for line in text.splitlines() if f"@{TRITON}" in line]
+    return {re.findall(r'\bname = "(\w+)"', line)[0] for line in calls}
 
 
 @pytest.mark.parametrize("tp", [1, 2, 8])
 @pytest.mark.parametrize(("family", "pool"), [("qwen3_vl", (48, 192)), ("glm_moe_dsa", (0, 0))])
 def test_every_program_lowers_for_rocm(goldens, family, pool, tp):
-    config = EngineConfig(tp=tp, max_model_len=96, page_size=16, max_seqs=4, prefill_tokens=64)
-    binding = bind_decoder(Checkpoint(goldens / family), tp=tp, dtype=jnp.bfloat16)
-    lm = LanguageModel(binding.graphdef, binding.abstract, make_mesh(tp), config, LmShapes(24, *pool))
-    programs = lm.programs()
+    programs = language_model(goldens / family, tp, pool).programs()
     names = [p.name for p in programs]
     assert len(set(names)) == len(names)
     assert ("extend/64/striped" in names) == (family == "glm_moe_dsa" and tp > 1)
     for program in programs:
-        lowered = program.fn.trace(*program.args).lower(lowering_platforms=("rocm",))
-        text = lowered.as_text()
+        text = lowered(program)
         assert collectives_in(text) == dict(program.collectives), program.name
         assert f"mhlo.num_partitions = {tp} : i32" in text, program.name
-        calls = set(re.findall(r"custom_call @([\w.$]+)", text))
-        assert calls <= {"Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"}, program.name
+        assert custom_calls(text) <= {TRITON}, program.name
         assert "callback" not in text
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_passes_of_a_decoder_with_grouped_queries_hold_its_attention_kernels_and_no_other(goldens, tp):
+    lm = language_model(goldens / "qwen3_vl", tp, (48, 192), **SERVED_HEADS)
+    kernels = {
+        "splice/64": set(),
+        "extend/64": {"paged_extend"},
+        "score/64": set(),
+        "decode/4": {"paged_decode", "paged_combine"},
+        "decode/1": {"paged_decode", "paged_combine"},
+    }
+    programs = {p.name: p for p in lm.programs()}
+    assert {name: kernels_in(lowered(programs[name])) for name in kernels} == kernels

@@ -7,20 +7,21 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.helpers import relative_error
-from vitbatch.attention import attend, attend_windows
+from vitbatch.attention.blockwise import attend_blockwise
 from vitbatch.attention.reference import attend_reference, attend_windows_reference
+from vitbatch.attention.windowed import attend_windowed
 from vitbatch.config import align
 from vitbatch.lanes import Segments
 from vitbatch.windows import add_windows, no_windows, window_order
 
 
-def segments_of(lengths: list[int], capacity: int) -> Segments[np.ndarray]:
-    first, end = np.arange(capacity // 64, dtype=np.int32), np.zeros(capacity // 64, np.int32)
+def segments_of(lengths: list[int], capacity: int, block: int = 64) -> Segments[np.ndarray]:
+    first, end = np.arange(capacity // block, dtype=np.int32), np.zeros(capacity // block, np.int32)
     start = 0
     for length in lengths:
-        own = slice(start // 64, (start + align(length)) // 64)
+        own = slice(start // block, (start + align(length, block)) // block)
         first[own], end[own] = own.start, start + length
-        start += align(length)
+        start += align(length, block)
     assert start <= capacity
     return Segments(first, end)
 
@@ -33,7 +34,7 @@ def random_qkv(capacity: int, heads: int, head_dim: int, seed: int = 0) -> list[
 def run(qkv, segments: Segments, chunk: int) -> np.ndarray:
     q, k, v = (jnp.asarray(x) for x in qkv)
     return np.asarray(
-        jax.jit(attend, static_argnames="chunk")(q, k, v, jax.tree.map(jnp.asarray, segments), chunk=chunk)
+        jax.jit(attend_blockwise, static_argnames="chunk")(q, k, v, jax.tree.map(jnp.asarray, segments), chunk=chunk)
     )
 
 
@@ -49,8 +50,22 @@ def test_each_image_sees_all_of_itself_and_nothing_else(lengths, capacity, chunk
     assert relative_error(got[real], want[real]) < 2e-6
 
 
-def starts(lengths: list[int]) -> list[int]:
-    return np.cumsum([0] + [align(n) for n in lengths[:-1]]).tolist()
+@pytest.mark.parametrize("chunk", [3, 64])
+def test_tiny_images_stand_in_blocks_of_16(chunk):
+    lengths, capacity = [64, 16, 36, 4, 60], 256
+    qkv, segments = random_qkv(capacity, 3, 20), segments_of(lengths, capacity, 16)
+    got, want = run(qkv, segments, chunk), attend_reference(*qkv, segments.first, segments.end)
+    at = starts(lengths, 16)
+    real = np.concatenate([np.arange(s, s + n) for s, n in zip(at, lengths, strict=True)])
+    assert relative_error(got[real], want[real]) < 2e-6
+    assert not got[at[-1] + 64 :].any()
+    # The third image alone at the start of a lane: the same bits.
+    alone = [np.roll(x, -at[2], axis=0) for x in qkv]
+    np.testing.assert_array_equal(run(alone, segments_of([36], capacity, 16), chunk)[:36], got[at[2] : at[2] + 36])
+
+
+def starts(lengths: list[int], block: int = 64) -> list[int]:
+    return np.cumsum([0] + [align(n, block) for n in lengths[:-1]]).tolist()
 
 
 def test_rows_that_see_no_key_are_zero_and_not_nan():
@@ -87,7 +102,7 @@ def test_no_array_grows_with_the_square_of_the_lane():
     capacity, heads, head_dim = 1024, 2, 16
     shape = jax.ShapeDtypeStruct((capacity, heads, head_dim), jnp.float32)
     blocks = jax.ShapeDtypeStruct((capacity // 64,), jnp.int32)
-    jaxpr = jax.make_jaxpr(lambda q, k, v, s: attend(q, k, v, s, chunk=4))(
+    jaxpr = jax.make_jaxpr(lambda q, k, v, s: attend_blockwise(q, k, v, s, chunk=4))(
         shape, shape, shape, Segments(blocks, blocks)
     )
     largest = max(
@@ -106,7 +121,7 @@ def every_jaxpr(jaxpr):
 
 
 def test_a_lane_of_partial_blocks_is_refused():
-    with pytest.raises(ValueError, match="100 patches is not a multiple of 64"):
+    with pytest.raises(ValueError, match="100 patches in 2 blocks: a block has 64 patches, or 16"):
         run(random_qkv(100, 2, 16), Segments(np.zeros(2, np.int32), np.zeros(2, np.int32)), 1)
 
 
@@ -122,7 +137,7 @@ def windows_of(grids: list[tuple[int, int]], side: int, capacity: int) -> np.nda
 def run_windows(qkv, grids: list[tuple[int, int]], side: int, capacity: int, chunk: int) -> np.ndarray:
     segments = segments_of([4 * rows * columns for rows, columns in grids], capacity)
     arguments = (*qkv, segments, windows_of(grids, side, capacity))
-    jitted = jax.jit(attend_windows, static_argnames=("window_patches", "chunk"))
+    jitted = jax.jit(attend_windowed, static_argnames=("window_patches", "chunk"))
     return np.asarray(jitted(*jax.tree.map(jnp.asarray, arguments), window_patches=4 * side**2, chunk=chunk))
 
 

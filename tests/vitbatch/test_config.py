@@ -7,11 +7,20 @@ from vitbatch import BucketLadder, EncoderConfig
 from vitbatch.config import activation_bytes
 
 
-def test_a_chosen_ladder_doubles_and_halves_the_steps_that_padding_costs_most():
+def test_a_chosen_ladder_doubles_and_then_halves_its_widest_steps():
     ladder = BucketLadder.default(65_536, least_top=131_072)
-    assert ladder.capacities[:6] == (256, 512, 1024, 2048, 4096, 8192)
-    assert ladder.capacities[6:] == (11_648, 16_384, 23_232, 32_768, 46_400, 65_536, 92_736, 131_072)
-    assert BucketLadder.default(4096).capacities == (256, 384, 512, 768, 1024, 1472, 2048, 2944, 4096)
+    assert ladder.capacities[:8] == (256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768)
+    assert ladder.capacities[8:] == (49_152, 65_536, 81_920, 98_304, 114_688, 131_072)
+    assert ladder.tiny == ()
+    assert BucketLadder.default(4096).capacities == (256, 512, 1024, 1536, 2048, 2560, 3072, 3584, 4096)
+
+
+def test_where_tiny_images_may_come_two_buckets_are_for_them():
+    ladder = BucketLadder.default(65_536, least_top=131_072, smallest_image_patches=16)
+    assert ladder.tiny == (256, 1024)
+    assert [str(bucket) for bucket in ladder.buckets[:3]] == ["tiny/256", "tiny/1024", "256"]
+    assert len(ladder.buckets) == 14
+    assert BucketLadder.default(200, 192, smallest_image_patches=16).tiny == ()
 
 
 @pytest.mark.parametrize("largest", [1, 300, 1369, 8160, 32_000, 65_536, 10_000_000])
@@ -57,6 +66,9 @@ def test_the_smallest_bucket_that_fits_is_taken():
 def test_a_broken_ladder_is_refused(capacities, message):
     with pytest.raises(ValueError, match=message):
         BucketLadder(capacities)
+    if capacities:
+        with pytest.raises(ValueError, match=message):
+            BucketLadder((64,), capacities)
 
 
 def test_limits_that_make_no_sense_are_refused():

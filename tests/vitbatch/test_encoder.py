@@ -10,10 +10,11 @@ from PIL import Image
 
 from tests.helpers import relative_error
 from tests.vitbatch.pictures import encoded, noise
-from vitbatch import BucketLadder, EncoderConfig, ImageError, PoolFull, PreparedImage, VisionEncoder
+from vitbatch import Bucket, BucketLadder, EncoderConfig, ImageError, PoolFull, PreparedImage, VisionEncoder
 from vitbatch.compile_guard import ProgramMismatch, run_compiled
 from vitbatch.config import activation_bytes
 from vitbatch.encoder import Frame
+from vitbatch.planning import plan_call
 from vitstripe import make_mesh
 
 SIZES = [(64, 64), (100, 70), (37, 256), (200, 130), (64, 224), (33, 90), (96, 96), (180, 180), (1, 150)]
@@ -73,6 +74,44 @@ def test_the_neighbour_test_moves_the_image_between_lanes_and_places(encoder_of)
     plans = [encoder._plan([sizes[0], *sizes[1:n]])[0] for n in range(1, 6)]
     assert {plan.lane[0] for plan in plans} == {0, 1}
     assert len({plan.start[0] for plan in plans}) > 1
+
+
+@pytest.mark.multidevice
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_tiny_images_have_the_same_bits_alone_and_in_company(checkpoint, lanes):
+    config = EncoderConfig(ladder=BucketLadder((64, 512), (256,)), min_pixels=1024)
+    encoder = VisionEncoder.from_checkpoint(checkpoint, mesh=make_mesh(lanes), config=config)
+    sizes = [(96, 96), (64, 64), (32, 32), (128, 128), (64, 96), (32, 64)]
+    frames = [Frame(image.patches, image.grid_thw[1:]) for image in prepare(encoder, *sizes)]
+    assert [len(frame.rows) for frame in frames] == [36, 16, 4, 64, 24, 8]
+    tiny, plain = Bucket(256, 16), Bucket(512)
+
+    def rows(order: list[int], bucket: Bucket) -> list[np.ndarray]:
+        chosen = [frames[i] for i in order]
+        plan = plan_call([len(frame.rows) for frame in chosen], lanes, bucket)
+        return list(encoder._rows([(plan, chosen)]))
+
+    alone = [rows([i], tiny)[0] for i in range(6)]
+    for order in ([0, 1, 2, 3, 4, 5], [5, 3, 1, 0, 2, 4], [3, 3, 3, 0]):
+        for got, i in zip(rows(order, tiny), order, strict=True):
+            np.testing.assert_array_equal(got, alone[i])
+    for got, want in zip(rows([0, 1, 2, 3, 4, 5], plain), alone, strict=True):
+        assert relative_error(got, want) < 5e-6
+
+
+def test_calls_are_made_while_images_still_come(encoder_of, monkeypatch):
+    encoder = encoder_of(2, (256, 512))
+    images = prepare(encoder, *SIZES, *SIZES[:3], seed=7)
+    want = encoder.encode_frames([Frame(image.patches, image.grid_thw[1:]) for image in images])
+    monkeypatch.setattr(encoder, "_burst", 250)
+    seen, calls = [], []
+    run = encoder._dispatch
+    monkeypatch.setattr(encoder, "_dispatch", lambda *call: calls.append(len(seen)) or run(*call))
+    monkeypatch.setattr(encoder, "check", lambda image: seen.append(image))
+    for got, rows in zip(encoder.encode(images), want, strict=True):
+        assert relative_error(got, rows) < 5e-6
+    assert len(calls) > 1
+    assert calls[0] < len(images)
 
 
 @pytest.mark.multidevice
@@ -325,7 +364,7 @@ def test_every_program_lowers_for_rocm_without_host_calls_or_convolutions(encode
 def test_a_bucket_called_with_other_arguments_names_them_and_compiles_nothing(encoder_of, compile_counter):
     encoder = encoder_of(2, (512,))
     encoder.encode(prepare(encoder, (64, 64)))
-    ready = encoder._compiled[512, "uint8"]
+    ready = encoder._compiled[Bucket(512), "uint8"]
     want = list(ready.program.args)
     patches = jax.device_put(np.zeros((2, 448, 768), np.float32), want[2].sharding)
     moved = jax.device_put(np.zeros(want[4].shape, np.int32), want[2].sharding)
@@ -336,7 +375,7 @@ def test_a_bucket_called_with_other_arguments_names_them_and_compiles_nothing(en
             ready.compiled,
             want,
             ("state", "pool", "patches", "lanes", "dest"),
-            encoder._state,
+            encoder._weights,
             encoder.pool,
             patches,
             lanes,
@@ -370,7 +409,7 @@ def test_a_chosen_ladder_ends_where_the_memory_does(checkpoint, caplog):
 def test_the_memory_estimate_covers_what_a_program_takes(encoder_of):
     for tp in (1, 4):
         encoder = encoder_of(tp, (512,))
-        analysis = encoder._compile(512, np.dtype(np.uint8)).compiled.memory_analysis()
+        analysis = encoder._compile(Bucket(512), np.dtype(np.uint8)).compiled.memory_analysis()
         taken = analysis.temp_size_in_bytes
         assert 0 < taken <= 512 * activation_bytes(encoder.vision_config, 4, tp)
 
@@ -397,5 +436,21 @@ def test_rows_of_another_tower_are_refused(encoder_of):
 def test_the_default_ladder_and_pool_hold_the_largest_image(checkpoint):
     encoder = VisionEncoder.from_checkpoint(checkpoint, mesh=make_mesh(1))
     assert encoder.processor.largest_image_patches == 452
-    assert encoder.ladder.capacities == (256, 384, 512, 768, 1024, 1472, 2048)
+    assert encoder.ladder.capacities == (256, 512, 768, 1024, 1280, 1536, 1792, 2048)
     assert encoder.pool.shape[0] == 1024
+
+
+# ---- on a GPU ----
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_kernel_gives_the_same_bits_alone_and_in_company_and_stays_close_to_float32(encoder_of):
+    half, exact = encoder_of(1, (512,)), encoder_of(1, (512,), dtype="float32")
+    target, *others = prepare(half, (100, 70), (200, 130), (96, 96), (64, 64), (37, 256))
+    (alone,), (want,) = half.encode([target]), exact.encode([target])
+    for count in range(1, len(others) + 1):
+        for place in (0, count):
+            images = [*others[:count][:place], target, *others[:count][place:]]
+            np.testing.assert_array_equal(half.encode(images)[place], alone)
+    cosine = (alone * want).sum(-1) / np.linalg.norm(alone, axis=-1) / np.linalg.norm(want, axis=-1)
+    assert cosine.min() > 0.9995

@@ -6,10 +6,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.vitbatch.geometry import tower
-from vitbatch import BucketLadder
+from vitbatch import Bucket, BucketLadder
 from vitbatch.config import align
 from vitbatch.images import smart_resize
-from vitbatch.planning import assign_lanes, attention_cost, lay_out, merge_order, plan_calls
+from vitbatch.planning import assign_lanes, attention_cost, lay_out, merge_order, plan_call, plan_calls
 
 
 def test_the_worked_example_of_longest_first():
@@ -57,6 +57,27 @@ def test_lanes_stay_short_where_no_image_needs_more():
     assert [(c.images, c.capacity) for c in calls] == [((0, 1, 2, 3), 512), ((4, 5), 256)]
     calls = plan_calls([1024, 900, 256, 256], 2, ladder, lane_patches=256)
     assert [(c.images, c.capacity) for c in calls] == [((0, 1), 1024), ((2, 3), 256)]
+
+
+def test_tiny_images_share_tiny_lanes_and_large_ones_keep_theirs():
+    ladder = BucketLadder((256, 1024, 4096), (256, 1024))
+    (call,) = plan_calls([16] * 60, 1, ladder)
+    assert (call.bucket, call.start[:3]) == (Bucket(1024, 16), (0, 16, 32))
+    # Images of 36 patches take 48; one in each of two lanes.
+    (call,) = plan_calls([36] * 8 + [64], 2, ladder)
+    assert (call.bucket, call.lane[:4], call.start[:4]) == (Bucket(256, 16), (1, 1, 0, 1), (0, 48, 64, 96))
+    calls = plan_calls([16] * 64 + [900], 1, ladder)
+    assert [(len(c.images), c.bucket) for c in calls] == [(64, Bucket(1024, 16)), (1, Bucket(1024))]
+    # One call of 64 images costs less than four that would save nothing.
+    (call,) = plan_calls([64] * 64, 1, ladder)
+    assert call.bucket == Bucket(4096)
+
+
+def test_lanes_that_do_not_fit_a_bucket_are_refused():
+    with pytest.raises(ValueError, match="lanes of 128 patches do not fit the bucket 64"):
+        plan_call([100], 1, Bucket(64))
+    with pytest.raises(ValueError, match="lanes of 112 patches do not fit the bucket tiny/256"):
+        plan_call([100], 1, Bucket(256, 16))
 
 
 def test_an_image_above_the_largest_bucket_is_refused_with_both_numbers():
@@ -122,7 +143,8 @@ def photographs(count: int, max_pixels: int, seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("lanes", "max_tokens"), [(1, 16_384), (2, 16_384), (4, 16_384), (1, 4096), (2, 4096), (4, 4096), (8, 4096)]
+    ("lanes", "max_tokens"),
+    [(1, 16_384), (2, 16_384), (4, 16_384), (8, 16_384), (1, 4096), (2, 4096), (4, 4096), (8, 4096)],
 )
 def test_padding_of_64_mixed_photographs_stays_under_15_percent(lanes, max_tokens):
     ladder = BucketLadder.default(4 * max_tokens, least_top=8 * max_tokens)
@@ -152,28 +174,31 @@ def mixes(draw):
     budget = draw(st.none() | st.integers(1, 6000))
     quadratic = draw(st.sampled_from([0.0, 1 / 6000, 1.0]))
     lane_patches = draw(st.none() | st.integers(1, 3000))
-    return sizes, lanes, tuple(sorted(capacities)), budget, quadratic, lane_patches
+    tiny = draw(st.sampled_from([(), (64,), (64, 256)]))
+    return sizes, lanes, (tuple(sorted(capacities)), tiny), budget, quadratic, lane_patches
 
 
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(mixes())
-@example(([2048] + [4] * 16, 8, (64, 2048), None, 0.0, None))  # one huge and many tiny
-@example(([100, 4], 8, (128, 2048), None, 0.0, None))  # fewer images than lanes
+@example(([2048] + [4] * 16, 8, ((64, 2048), ()), None, 0.0, None))  # one huge and many tiny
+@example(([4] * 90 + [100], 2, ((64, 2048), (64, 256)), None, 0.0, None))
+@example(([100, 4], 8, ((128, 2048), ()), None, 0.0, None))  # fewer images than lanes
 def test_every_row_of_any_mix_comes_back_once_and_in_order(mix):
     sizes, lanes, capacities, budget, quadratic, lane_patches = mix
-    ladder = BucketLadder(capacities)
+    ladder = BucketLadder(*capacities)
     calls = plan_calls(sizes, lanes, ladder, budget, quadratic, lane_patches)
     assert [i for call in calls for i in call.images] == list(range(len(sizes)))
     for call in calls:
-        assert call.capacity in ladder.capacities
+        assert call.bucket in ladder.buckets
+        assert max(call.sizes) <= call.bucket.longest
         assert call.sizes == tuple(sizes[i] for i in call.images)
         assert budget is None or call.patches <= budget or len(call.images) == 1
         rows = np.concatenate([call.token_rows(p, 4) for p in range(len(call.images))])
         assert len(rows) == len(set(rows.tolist())) == call.patches // 4
         assert rows.max() < lanes * call.capacity // 4
         for start, size in zip(call.start, call.sizes, strict=True):
-            assert start % 64 == 0
-            assert start + align(size) <= call.capacity
+            assert start % call.bucket.block == 0
+            assert start + align(size, call.bucket.block) <= call.capacity
 
 
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
@@ -217,6 +242,13 @@ def test_the_layout_puts_each_image_at_its_place_and_leaves_padding_alone():
     assert set(layout.tap_index[0, :80, 0].tolist()) == {40}
     assert not layout.tap_weight[0, 80:128].any()
     assert not layout.tap_weight[0, 188:].any()
+
+
+def test_the_layout_of_a_tiny_lane_has_blocks_of_16():
+    plan = plan_call([36, 16], 1, Bucket(128, 16))
+    layout = lay_out(plan, [(6, 6), (4, 4)], 2, 0, lambda gh, gw: (np.zeros((gh * gw, 0)), np.zeros((gh * gw, 0))))
+    assert layout.segments.first.tolist() == [[0, 0, 0, 3, 4, 5, 6, 7]]
+    assert layout.segments.end.tolist() == [[36, 36, 36, 64, 0, 0, 0, 0]]
 
 
 def test_a_grid_that_does_not_match_its_size_is_refused():

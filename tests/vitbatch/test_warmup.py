@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from scripts.lib.made_up_tower import TowerSize, write_checkpoint
 from scripts.lib.sweep_sizes import bursts, sweep
 from tests.vitbatch.pictures import noise
-from vitbatch import BucketLadder, EncoderConfig, PreparedImage, VisionEncoder
+from vitbatch import Bucket, BucketLadder, EncoderConfig, PreparedImage, VisionEncoder
 from vitbatch.compile_guard import CompileGuard
 from vitbatch.warmup import compile_all, persistent_cache
 from vitstripe import Program, make_mesh
@@ -120,9 +120,10 @@ def test_live_rows_stay_and_no_call_is_counted(encoder_of):
 
 def test_every_lane_is_full_of_several_images(encoder_of):
     encoder = encoder_of(2, (512,))
-    for capacity in (256, 1024, 2624):
-        frames = encoder._full_lanes(capacity)
-        assert sum(len(frame.rows) for frame in frames) == 2 * capacity
+    for bucket in (Bucket(256, 16), Bucket(256), Bucket(1024), Bucket(2624)):
+        frames = encoder._full_lanes(bucket)
+        assert sum(len(frame.rows) for frame in frames) == 2 * bucket.capacity
+        assert max(len(frame.rows) for frame in frames) <= bucket.longest
         assert all(len(frame.rows) == frame.grid[0] * frame.grid[1] for frame in frames)
         assert frames[0].rows.std() > 50
 

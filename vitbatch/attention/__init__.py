@@ -1,41 +1,61 @@
 """Attention over packed images: every patch sees the patches of its own image, or of its own window of that image, and
 nothing else."""
 
+import jax
 from jaxtyping import Array, Float, Int
 
 from vitbatch.attention.blockwise import attend_blockwise
+from vitbatch.attention.triton import attend_triton, attend_windows_triton, kernel_serves
 from vitbatch.attention.windowed import attend_windowed
 from vitbatch.lanes import Segments
+from vitstripe.platform import Platform, default_platform
 
 __all__ = ["attend", "attend_windows"]
 
 
+@jax.named_scope("attend")
 def attend(
     q: Float[Array, "C H D"],
     k: Float[Array, "C H D"],
-    v: Float[Array, "C H D"],
+    v: Float[Array, "C G D"],
     segments: Segments[Array],
     *,
-    chunk: int,
+    platform: Platform | None = None,
 ) -> Float[Array, "C H D"]:
-    """softmax(q k^T / sqrt(D)) v within each image of a lane; rows outside any image are 0.
+    """softmax(q k^T / sqrt(D)) v within each image of a lane; rows outside any image are 0. v: the values are its last
+    H heads, so that a fused projection of queries, keys and values can be given as it is.
 
-    chunk: query blocks computed side by side (see `attend_blockwise`). Kernels, when there are any, are chosen here.
+    The kernel on a GPU in bfloat16 with head dimensions that are multiples of 8 from 16 to 128, otherwise plain XLA.
+    platform: what it is compiled for; None is the first device's.
     """
-    return attend_blockwise(q, k, v, segments, chunk=chunk)
+    platform = platform or default_platform()
+    if kernel_serves(q, platform):
+        return attend_triton(q, k, v, segments, platform=platform)
+    return attend_blockwise(q, k, v[:, -q.shape[1] :], segments, chunk=_chunk(platform))
 
 
+@jax.named_scope("attend")
 def attend_windows(
     q: Float[Array, "C H D"],
     k: Float[Array, "C H D"],
-    v: Float[Array, "C H D"],
+    v: Float[Array, "C G D"],
     segments: Segments[Array],
     windows: Int[Array, "C"],
     *,
     window_patches: int,
-    chunk: int,
+    platform: Platform | None = None,
 ) -> Float[Array, "C H D"]:
     """Like `attend`, within each window of an image. windows: an id a patch, -1 outside any image. The patches of a
     window stand side by side, `window_patches` of them at most.
     """
-    return attend_windowed(q, k, v, segments, windows, window_patches=window_patches, chunk=chunk)
+    platform = platform or default_platform()
+    if kernel_serves(q, platform):
+        return attend_windows_triton(q, k, v, segments, windows, window_patches=window_patches, platform=platform)
+    return attend_windowed(
+        q, k, v[:, -q.shape[1] :], segments, windows, window_patches=window_patches, chunk=_chunk(platform)
+    )
+
+
+def _chunk(platform: Platform) -> int:
+    """Query blocks that plain XLA computes side by side: a CPU gains nothing from more, a GPU needs many to be full."""
+    return 8 if platform.kind == "cpu" else 64

@@ -3,24 +3,27 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
-from vitbatch.config import ATTENTION_BLOCK
+from vitbatch.config import ATTENTION_BLOCK, TINY_BLOCK
 
 # Finite, so that the difference of two of them is 0 and not NaN.
 NO_SCORE = -1e30
 
 
-def num_blocks(capacity: int) -> int:
-    """Raises ValueError when a lane of `capacity` patches is no whole number of blocks."""
-    if capacity % ATTENTION_BLOCK:
-        raise ValueError(f"a lane of {capacity} patches is not a multiple of {ATTENTION_BLOCK}")
-    return capacity // ATTENTION_BLOCK
+def block_size(capacity: int, blocks: int) -> int:
+    """Patches a block of a lane. Raises ValueError unless they are 64, or 16 in a tiny lane."""
+    for size in (ATTENTION_BLOCK, TINY_BLOCK):
+        if capacity == size * blocks:
+            return size
+    raise ValueError(
+        f"a lane of {capacity} patches in {blocks} blocks: a block has {ATTENTION_BLOCK} patches, or {TINY_BLOCK}"
+    )
 
 
-def to_blocks(x: Float[Array, "C H D"]) -> Float[Array, "B H 64 D"]:
-    return x.reshape(-1, ATTENTION_BLOCK, *x.shape[1:]).transpose(0, 2, 1, 3)
+def to_blocks(x: Float[Array, "C H D"], size: int) -> Float[Array, "B H {size} D"]:
+    return x.reshape(-1, size, *x.shape[1:]).transpose(0, 2, 1, 3)
 
 
-def from_blocks(x: Float[Array, "B H 64 D"]) -> Float[Array, "C H D"]:
+def from_blocks(x: Float[Array, "B H S D"]) -> Float[Array, "C H D"]:
     return x.transpose(0, 2, 1, 3).reshape(-1, x.shape[1], x.shape[3])
 
 

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from vitbatch.attention.blocks import NO_SCORE, from_blocks, num_blocks, to_blocks, to_chunks
-from vitbatch.config import ATTENTION_BLOCK
+from vitbatch.attention.blocks import NO_SCORE, block_size, from_blocks, to_blocks, to_chunks
 from vitbatch.lanes import Segments
 
 
@@ -26,23 +25,24 @@ def attend_blockwise(
     chunk: int,
 ) -> Float[Array, "C H D"]:
     """Attention within each image of a lane, in q's dtype; softmax and accumulation in float32."""
-    _, H, D = q.shape
-    B = num_blocks(q.shape[0])
+    C, H, D = q.shape
+    B = segments.first.shape[0]
+    size = block_size(C, B)
     chunk = min(chunk, B)
-    keys, values = to_blocks(k), to_blocks(v)
-    column = jnp.arange(ATTENTION_BLOCK, dtype=jnp.int32)
+    keys, values = to_blocks(k, size), to_blocks(v, size)
+    column = jnp.arange(size, dtype=jnp.int32)
     scale = D**-0.5
 
     def one_chunk(args):
         queries, first, end = args
-        trips = jnp.maximum(end - first * ATTENTION_BLOCK + ATTENTION_BLOCK - 1, 0) // ATTENTION_BLOCK
+        trips = jnp.maximum(end - first * size + size - 1, 0) // size
 
         def step(j, carry):
             peak, total, acc = carry
             block = jnp.where(j < trips, first + j, first)
             key = keys.at[block].get(mode="promise_in_bounds")
             value = values.at[block].get(mode="promise_in_bounds")
-            seen = ((first + j) * ATTENTION_BLOCK)[:, None] + column < end[:, None]
+            seen = ((first + j) * size)[:, None] + column < end[:, None]
             seen = seen[:, None, None, :]
             scores = jnp.einsum("chqd,chkd->chqk", queries, key, preferred_element_type=jnp.float32) * scale
             new_peak = jnp.maximum(peak, jnp.where(seen, scores, NO_SCORE).max(-1, keepdims=True))
@@ -53,7 +53,7 @@ def attend_blockwise(
             )
             return new_peak, total * shrink + weights.sum(-1, keepdims=True), acc * shrink + moved
 
-        rows = (chunk, H, ATTENTION_BLOCK)
+        rows = (chunk, H, size)
         start = (
             jnp.full((*rows, 1), NO_SCORE, jnp.float32),
             jnp.zeros((*rows, 1), jnp.float32),
@@ -63,6 +63,6 @@ def attend_blockwise(
         # A row that saw no key has total 0 and must give 0, not NaN.
         return (acc / jnp.where(total > 0, total, 1.0)).astype(q.dtype)
 
-    per_block = (to_blocks(q), segments.first, segments.end)
+    per_block = (to_blocks(q, size), segments.first, segments.end)
     out = lax.map(one_chunk, tuple(to_chunks(x, chunk) for x in per_block))
-    return from_blocks(out.reshape(-1, H, ATTENTION_BLOCK, D)[:B])
+    return from_blocks(out.reshape(-1, H, size, D)[:B])

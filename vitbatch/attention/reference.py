@@ -4,7 +4,7 @@ against."""
 import numpy as np
 from jaxtyping import Float, Int
 
-from vitbatch.config import ATTENTION_BLOCK
+from vitbatch.attention.blocks import block_size
 
 
 def attend_reference(
@@ -17,8 +17,9 @@ def attend_reference(
     """float64 softmax(q k^T / sqrt(D)) v within each image; rows outside any image are 0. `first` and `end` as in
     `Segments`."""
     out = np.zeros(q.shape, np.float64)
+    size = block_size(len(q), len(first))
     for block, stop in enumerate(end):
-        start = int(first[block]) * ATTENTION_BLOCK
+        start = int(first[block]) * size
         if stop == 0 or first[block] != block:
             continue
         own = slice(start, int(stop))

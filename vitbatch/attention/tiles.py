@@ -37,7 +37,11 @@ _TILES: dict[str, dict[int, AttentionTile]] = {
     "default": {128: AttentionTile(64, 64, 4, 2)},
 }
 
-# Windows hold few keys: small tiles waste the fewest, and masks take registers.
+# Multiprocessors (compute units on ROCm). Where a launch has no more programs, half as many rows in each keep more of
+# them busy.
+_PROCESSORS = {"gfx942": 304, "gfx950": 256, "sm90": 132, "default": 0}
+
+# Windows and tiny images hold few keys: small tiles waste the fewest, and masks take registers.
 _WINDOW_TILES: dict[str, AttentionTile] = {
     "gfx942": AttentionTile(64, 64, 4, 1),
     "gfx950": AttentionTile(64, 64, 4, 1),
@@ -57,10 +61,15 @@ def window_tile(platform: Platform) -> AttentionTile:
     return _WINDOW_TILES[tile_key(platform)]
 
 
-def attention_tile(platform: Platform, head_dim: int) -> AttentionTile:
-    """Raises ValueError when head_dim is larger than any row of the table serves."""
-    rows = _TILES[tile_key(platform)]
-    for most, tile in rows.items():
-        if head_dim <= most:
-            return tile
-    raise ValueError(f"head dimension {head_dim} is over {max(rows)}, the largest the attention kernel serves")
+def attention_tile(
+    platform: Platform, head_dim: int, block: int = ATTENTION_BLOCK, rows: int | None = None
+) -> AttentionTile:
+    """block: patches a block; no image of a tiny lane has more rows than the least tile. rows: of all heads together;
+    None for many. Raises ValueError when head_dim is larger than any row of the table serves."""
+    by_head_dim = _TILES[tile_key(platform)]
+    tile = next((tile for most, tile in by_head_dim.items() if head_dim <= most), None)
+    if tile is None:
+        most = max(by_head_dim)
+        raise ValueError(f"head dimension {head_dim} is over {most}, the largest the attention kernel serves")
+    few = rows is not None and rows <= tile.queries * _PROCESSORS[tile_key(platform)]
+    return window_tile(platform) if few or block < ATTENTION_BLOCK else tile

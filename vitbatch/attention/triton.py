@@ -8,15 +8,15 @@ with a running softmax in base 2. Nothing outside the image is read, and no [C, 
     program              0   -   2 | 3   -   5   - | 7         program 2 has one block of rows to write, 7 writes zeros
 
 A tile begins at an even block *of its image* (for 128 rows), so it never holds two images, and an image's rows come out
-the same wherever the image lies in the lane and whatever lies beside it. The programs between have nothing to do.
+the same wherever the image lies in the lane and whatever lies beside it. The programs between have nothing to do. In a
+tiny lane, whose blocks are 16 patches, a tile of 64 rows holds one image, however few its rows.
 
 Head dimensions that are no power of two are cut into pieces that are (72 = 64 + 16). Pieces may overlap: the query's
 columns that the first piece has already multiplied are zeroed in the second, so that keys need no mask.
 """
 
 import math
-import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -27,16 +27,27 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
-from vitbatch.attention.blocks import NO_SCORE, num_blocks
+from vitbatch.attention.blocks import NO_SCORE, block_size
 from vitbatch.attention.tiles import AttentionTile, attention_tile, window_tile
-from vitbatch.config import ATTENTION_BLOCK
 from vitbatch.lanes import Segments
+from vitstripe.exp2 import Exp2, exp2_for
 from vitstripe.platform import Platform
 
 _HIDDEN = -1e38
 """The score of a key that a row does not see. Scaled, it is still so far below NO_SCORE, the peak of a row that has
 seen no key yet, that its weight is exactly 0."""
 _SMALLEST_PIECE = 16  # the least contraction of a matrix instruction
+
+
+def kernel_serves(q: Float[Array, "C H D"], platform: Platform) -> bool:
+    """Whether the kernels run on this platform in q's dtype and head dimension."""
+    head_dim = q.shape[2]
+    return (
+        platform.kind in ("cuda", "rocm")
+        and q.dtype == jnp.bfloat16
+        and head_dim % 8 == 0
+        and _SMALLEST_PIECE <= head_dim <= 128
+    )
 
 
 def pieces_of(head_dim: int) -> tuple[tuple[int, int, int], ...]:
@@ -56,69 +67,49 @@ def pieces_of(head_dim: int) -> tuple[tuple[int, int, int], ...]:
     return tuple(pieces)
 
 
-def _exp2_cuda(scores: Array, scale: float, peak: Array) -> Array:
-    """2 ** (scores * scale - peak) in two instructions a value.
-
-    XLA neither contracts a product and a sum, nor leaves out the rescaling that keeps subnormal results of exp2 exact:
-    seven instructions, in the loop that decides the kernel's speed. Weights below 2^-126 of the largest become 0 here.
-    """
-    factor = struct.pack(">f", scale).hex()
-    asm = f"{{ .reg .f32 t; fma.rn.f32 t, $1, 0f{factor}, $2; ex2.approx.ftz.f32 $0, t; }}"
-    [weights] = plt.elementwise_inline_asm(
-        asm,
-        args=[scores, jnp.broadcast_to(-peak, scores.shape)],
-        constraints="=f,f,f",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(scores.shape, jnp.float32)],
-    )
-    return weights
-
-
-def _exp2(scores: Array, scale: float, peak: Array) -> Array:
-    return jnp.exp2(scores * scale - peak)
-
-
 def _kernel(
     first_ref: Any,
     end_ref: Any,
     *refs: Any,
+    size: int,
     tile: AttentionTile,
     pieces: tuple[tuple[int, int, int], ...],
     scale: float,
     reach: int | None,
-    exp2: Callable[[Array, float, Array], Array],
+    exp2: Exp2,
 ):
-    """reach: None for attention over the whole image; with windows, how many blocks a window may reach to either side,
-    and the first of `refs` holds the window of each patch."""
+    """size: patches a block. reach: None for attention over the whole image; with windows, how many blocks a window may
+    reach to either side, and the first of `refs` holds the window of each patch."""
     ids_ref, (q_ref, k_ref, v_ref, out_ref) = (refs[0], refs[1:]) if reach is not None else (None, refs)
     block, head = pl.program_id(0), pl.program_id(1)
     first, end = first_ref[block], end_ref[block]
-    blocks = tile.queries // ATTENTION_BLOCK
+    blocks = tile.queries // size
+    value_head = head + v_ref.shape[1] - q_ref.shape[1]
 
     def work():
-        row = block * ATTENTION_BLOCK + jnp.arange(tile.queries, dtype=jnp.int32)
+        row = block * size + jnp.arange(tile.queries, dtype=jnp.int32)
         image_end = jnp.maximum(end, 0)
         # Rows this tile writes: those of its image's blocks, or of its one block of padding.
-        stop = jnp.maximum(-(-image_end // ATTENTION_BLOCK), block + 1) * ATTENTION_BLOCK
+        stop = jnp.maximum(-(-image_end // size), block + 1) * size
         owned = (row < stop)[:, None]
         queries = []
         for start, width, overlap in pieces:
             column = jnp.arange(width, dtype=jnp.int32)
             wanted = owned & (column >= overlap)[None, :] if overlap else jnp.broadcast_to(owned, (tile.queries, width))
-            at = q_ref.at[pl.ds(block * ATTENTION_BLOCK, tile.queries), head, pl.ds(start, width)]
+            at = q_ref.at[pl.ds(block * size, tile.queries), head, pl.ds(start, width)]
             queries.append(plt.load(at, mask=wanted, other=0.0))
         own_ids = None
         if ids_ref is not None:
-            at = ids_ref.at[pl.ds(block * ATTENTION_BLOCK, tile.queries)]
+            at = ids_ref.at[pl.ds(block * size, tile.queries)]
             own_ids = plt.load(at, mask=row < stop, other=-1)
 
         def step(j, carry, base, masked):
             peak, total, accs = carry
-            start = base * ATTENTION_BLOCK + j * tile.keys
+            start = base * size + j * tile.keys
             column = start + jnp.arange(tile.keys, dtype=jnp.int32)
             inside = column < image_end
 
-            def load(ref, piece):
+            def load(ref, piece, head=head):
                 at = ref.at[pl.ds(start, tile.keys), head, pl.ds(piece[0], piece[1])]
                 if not masked:
                     return plt.load(at)
@@ -140,7 +131,7 @@ def _kernel(
             total = total * shrink + jnp.sum(weights, axis=1)
             weights = weights.astype(v_ref.dtype)
             accs = tuple(
-                acc * shrink[:, None] + plt.dot(weights, load(v_ref, piece))
+                acc * shrink[:, None] + plt.dot(weights, load(v_ref, piece, value_head))
                 for acc, piece in zip(accs, pieces, strict=True)
             )
             return new_peak, total, accs
@@ -151,14 +142,14 @@ def _kernel(
             tuple(jnp.zeros((tile.queries, width), jnp.float32) for _, width, _ in pieces),
         )
         if reach is None:
-            keys = jnp.maximum(image_end - first * ATTENTION_BLOCK, 0)
+            keys = jnp.maximum(image_end - first * size, 0)
             whole = keys // tile.keys
             carry = lax.fori_loop(0, whole, partial(step, base=first, masked=False), carry)
             carry = lax.fori_loop(whole, -(-keys // tile.keys), partial(step, base=first, masked=True), carry)
         else:
             low = jnp.maximum(first, block - reach)
-            high = jnp.minimum(-(-image_end // ATTENTION_BLOCK), block + blocks + reach)
-            trips = -(-jnp.maximum(high - low, 0) * ATTENTION_BLOCK // tile.keys)
+            high = jnp.minimum(-(-image_end // size), block + blocks + reach)
+            trips = -(-jnp.maximum(high - low, 0) * size // tile.keys)
             carry = lax.fori_loop(0, trips, partial(step, base=low, masked=True), carry)
         _, total, accs = carry
         # A row that saw no key has total 0 and must give 0, not NaN; rows past the image's end give 0, too.
@@ -167,7 +158,7 @@ def _kernel(
         for acc, (start, width, overlap) in zip(accs, pieces, strict=True):
             column = jnp.arange(width, dtype=jnp.int32)
             value = jnp.where(real, acc * factor[:, None], 0.0).astype(out_ref.dtype)
-            at = out_ref.at[pl.ds(block * ATTENTION_BLOCK, tile.queries), head, pl.ds(start, width)]
+            at = out_ref.at[pl.ds(block * size, tile.queries), head, pl.ds(start, width)]
             plt.store(at, value, mask=owned & (column >= overlap)[None, :])
 
     if blocks == 1:
@@ -180,27 +171,31 @@ def _call(
     arrays: Sequence[Array],
     segments: Segments[Array],
     windows: Array | None,
-    reach: int | None,
+    window_patches: int | None,
     platform: Platform,
     tile: AttentionTile | None,
     interpret: bool,
 ) -> Array:
     q = arrays[0]
-    _, heads, head_dim = q.shape
+    capacity, heads, head_dim = q.shape
+    blocks = segments.first.shape[0]
+    size = block_size(capacity, blocks)
+    reach = None if window_patches is None else -(-(window_patches - 1) // size)
     pieces = pieces_of(head_dim)
     if tile is None:
-        tile = attention_tile(platform, head_dim) if reach is None else window_tile(platform)
+        tile = attention_tile(platform, head_dim, size, capacity * heads) if reach is None else window_tile(platform)
     kernel = partial(
         _kernel,
+        size=size,
         tile=tile,
         pieces=pieces,
         scale=head_dim**-0.5 * math.log2(math.e),
         reach=reach,
-        exp2=_exp2_cuda if platform.kind == "cuda" and not interpret else _exp2,
+        exp2=exp2_for(platform, interpret=interpret),
     )
     return pl.pallas_call(
         kernel,
-        grid=(num_blocks(q.shape[0]), heads),
+        grid=(blocks, heads),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=interpret,
@@ -211,21 +206,22 @@ def _call(
 def attend_triton(
     q: Float[Array, "C H D"],
     k: Float[Array, "C H D"],
-    v: Float[Array, "C H D"],
+    v: Float[Array, "C G D"],
     segments: Segments[Array],
     *,
     platform: Platform,
     tile: AttentionTile | None = None,
     interpret: bool = False,
 ) -> Float[Array, "C H D"]:
-    """softmax(q k^T / sqrt(D)) v within each image of a lane, in q's dtype; rows outside any image are 0.
+    """softmax(q k^T / sqrt(D)) v within each image of a lane, in q's dtype; rows outside any image are 0. v: the values
+    are its last H heads.
 
     Matrix products in the arrays' dtype with float32 accumulation, softmax in float32, its weights rounded to v's dtype
     before they multiply v. platform: what it is compiled for; it chooses the tile unless `tile` is given. interpret:
     run as plain JAX operations, on any device.
 
-    Raises ValueError for a capacity that is no multiple of 64 and a head dimension that is no multiple of 8 from 16 to
-    128.
+    Raises ValueError for blocks that are neither 64 nor 16 patches, and for a head dimension that is no multiple of 8
+    from 16 to 128.
     """
     return _call((q, k, v), segments, None, None, platform, tile, interpret)
 
@@ -233,7 +229,7 @@ def attend_triton(
 def attend_windows_triton(
     q: Float[Array, "C H D"],
     k: Float[Array, "C H D"],
-    v: Float[Array, "C H D"],
+    v: Float[Array, "C G D"],
     segments: Segments[Array],
     windows: Int[Array, "C"],
     *,
@@ -244,6 +240,5 @@ def attend_windows_triton(
 ) -> Float[Array, "C H D"]:
     """Like `attend_triton`, within each window of an image. windows: an id a patch, -1 outside any image. The patches
     of a window stand side by side, `window_patches` of them at most, so that a row's window ends at most
-    ceil((window_patches - 1) / 64) blocks away."""
-    reach = -(-(window_patches - 1) // ATTENTION_BLOCK)
-    return _call((q, k, v), segments, windows, reach, platform, tile, interpret)
+    ceil((window_patches - 1) / block) blocks away."""
+    return _call((q, k, v), segments, windows, window_patches, platform, tile, interpret)

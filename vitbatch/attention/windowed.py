@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from vitbatch.attention.blocks import NO_SCORE, from_blocks, num_blocks, to_blocks, to_chunks
-from vitbatch.config import ATTENTION_BLOCK
+from vitbatch.attention.blocks import NO_SCORE, block_size, from_blocks, to_blocks, to_chunks
 from vitbatch.lanes import Segments
 
 
@@ -32,18 +31,19 @@ def attend_windowed(
     chunk: int,
 ) -> Float[Array, "C H D"]:
     """Attention within each window, in q's dtype; softmax and accumulation in float32."""
-    _, H, D = q.shape
-    B = num_blocks(q.shape[0])
+    C, H, D = q.shape
+    B = segments.first.shape[0]
+    size = block_size(C, B)
     chunk = min(chunk, B)
-    reach = -(-(window_patches - 1) // ATTENTION_BLOCK)
+    reach = -(-(window_patches - 1) // size)
     around = jnp.arange(-reach, reach + 1, dtype=jnp.int32)
-    keys, values, ids = to_blocks(k), to_blocks(v), windows.reshape(B, ATTENTION_BLOCK)
+    keys, values, ids = to_blocks(k, size), to_blocks(v, size), windows.reshape(B, size)
     scale = D**-0.5
 
     def one_chunk(args):
         queries, own_ids, block, first, end = args
         wanted = block[:, None] + around
-        inside = (wanted >= first[:, None]) & (wanted * ATTENTION_BLOCK < end[:, None])
+        inside = (wanted >= first[:, None]) & (wanted * size < end[:, None])
         read = jnp.where(inside, wanted, block[:, None])
 
         def gather(blocks):
@@ -63,6 +63,6 @@ def attend_windowed(
         # A row that saw no key has total 0 and must give 0, not NaN.
         return (out / jnp.where(total > 0, total, 1.0)).astype(q.dtype)
 
-    per_block = (to_blocks(q), ids, jnp.arange(B, dtype=jnp.int32), segments.first, segments.end)
+    per_block = (to_blocks(q, size), ids, jnp.arange(B, dtype=jnp.int32), segments.first, segments.end)
     out = lax.map(one_chunk, tuple(to_chunks(x, chunk) for x in per_block))
-    return from_blocks(out.reshape(-1, H, ATTENTION_BLOCK, D)[:B])
+    return from_blocks(out.reshape(-1, H, size, D)[:B])

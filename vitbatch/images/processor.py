@@ -83,6 +83,11 @@ class ImageProcessor:
         patches = self.rule.largest_canvas(self.factor, least, most) // self.patch_size**2
         return patches if self.max_patches is None else min(patches, self.max_patches)
 
+    @property
+    def smallest_image_patches(self) -> int:
+        """A lower bound on the patches of an image: min_pixels, in tokens rounded down."""
+        return max(self.min_pixels // self.pixels_per_token, 1) * self.merge_size**2
+
     def fit(
         self,
         h: int,

@@ -33,6 +33,7 @@ from vitbatch.towers.layers import (
 )
 from vitbatch.towers.registry import Family, register
 from vitstripe import nn
+from vitstripe.platform import Platform
 
 # The bicubic kernel's one parameter, as torch's grid_sample has it.
 _BICUBIC_A = -0.75
@@ -140,12 +141,14 @@ class Glm4vVisionTower(nnx.Module):
         self.head_dim, self.rope_theta = config.head_dim, config.rope_theta
         self.dtype = jnp.dtype(dtype)
 
-    def __call__(self, rows: Float[Array, "C F"], lane: LaneInputs[Array], *, chunk: int) -> Float[Array, "T O"]:
+    def __call__(
+        self, rows: Float[Array, "C F"], lane: LaneInputs[Array], *, platform: Platform
+    ) -> Float[Array, "T O"]:
         """As `Qwen3VLVisionTower`."""
         x = self.post_conv_layernorm(self.patch_embed(rows.astype(self.dtype)))
         x = x + self.embeddings(lane.tap_index, lane.tap_weight).astype(x.dtype)
         rotary = axial_rotary(lane.positions, self.head_dim, self.rope_theta)
-        in_images = partial(attend, segments=lane.segments, chunk=chunk)
+        in_images = partial(attend, segments=lane.segments, platform=platform)
         run = nn.traced_once(rotary, in_images)
         for block in self.blocks:
             x = run(block, x)

@@ -30,6 +30,7 @@ from vitbatch.towers.layers import (
 )
 from vitbatch.towers.registry import Family, register
 from vitstripe import nn
+from vitstripe.platform import Platform
 
 
 @dataclass(frozen=True)
@@ -96,11 +97,13 @@ class GlmOcrVisionTower(nnx.Module):
         self.head_dim, self.rope_theta = config.head_dim, config.rope_theta
         self.dtype = jnp.dtype(dtype)
 
-    def __call__(self, rows: Float[Array, "C F"], lane: LaneInputs[Array], *, chunk: int) -> Float[Array, "T O"]:
+    def __call__(
+        self, rows: Float[Array, "C F"], lane: LaneInputs[Array], *, platform: Platform
+    ) -> Float[Array, "T O"]:
         """As `Qwen3VLVisionTower`."""
         x = self.patch_embed(rows.astype(self.dtype))
         rotary = axial_rotary(lane.positions, self.head_dim, self.rope_theta)
-        in_images = partial(attend, segments=lane.segments, chunk=chunk)
+        in_images = partial(attend, segments=lane.segments, platform=platform)
         run = nn.traced_once(rotary, in_images)
         for block in self.blocks:
             x = run(block, x)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from vitbatch.config import VisionConfig
@@ -14,8 +15,18 @@ from vitstripe import nn
 Rotary = tuple[Float[Array, "C half"], Float[Array, "C half"]]
 """cos and sin of every patch, see `axial_rotary`."""
 
-Attend = Callable[[Float[Array, "C H D"], Float[Array, "C H D"], Float[Array, "C H D"]], Float[Array, "C H D"]]
-"""Attention over a lane, which knows who sees whom: (q, k, v) -> out."""
+Attend = Callable[[Float[Array, "C H D"], Float[Array, "C H D"], Float[Array, "C G D"]], Float[Array, "C H D"]]
+"""Attention over a lane, which knows who sees whom: (q, k, v) -> out. The values are the last H heads of v."""
+
+
+class Linear(nn.Linear):
+    """nn.Linear whose product comes out in x's dtype: only then do a GPU's matmul libraries take the bias along, and
+    the GELU or the sum that follows it. Their matrix units accumulate in float32 whatever comes out."""
+
+    def __call__(self, x: Float[Array, "*B I"]) -> Float[Array, "*B O"]:
+        dims = (((x.ndim - 1,), (1,)), ((), ()))
+        y = lax.dot_general(x, self.weight[...], dims, preferred_element_type=x.dtype)
+        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
 
 class FlatConvolution(nnx.Module):
@@ -91,8 +102,8 @@ class FusedAttention(nnx.Module):
         proj_bias: bool = True,
         qk_norm_eps: float | None = None,
     ):
-        self.qkv = nn.Linear(features, 3 * features, dtype=dtype, bias=qkv_bias)
-        self.proj = nn.Linear(features, features, dtype=dtype, bias=proj_bias)
+        self.qkv = Linear(features, 3 * features, dtype=dtype, bias=qkv_bias)
+        self.proj = Linear(features, features, dtype=dtype, bias=proj_bias)
         self.num_heads = num_heads
         normed = qk_norm_eps is not None
         self.q_norm = nn.RMSNorm(features // num_heads, eps=qk_norm_eps) if normed else None
@@ -100,25 +111,30 @@ class FusedAttention(nnx.Module):
 
     def __call__(self, x: Float[Array, "C H"], rotary: Rotary, attend: Attend) -> Float[Array, "C H"]:
         C, H = x.shape
-        q, k, v = self.qkv(x).reshape(C, 3, self.num_heads, H // self.num_heads).transpose(1, 0, 2, 3)
+        qkv = self.qkv(x).reshape(C, 3 * self.num_heads, H // self.num_heads)
+        q, k = qkv[:, : self.num_heads], qkv[:, self.num_heads : 2 * self.num_heads]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         cos, sin = (part[:, None] for part in rotary)
-        out = attend(nn.rotate_half(q, cos, sin), nn.rotate_half(k, cos, sin), v)
+        out = attend(nn.rotate_half(q, cos, sin), nn.rotate_half(k, cos, sin), qkv)
         return self.proj(out.reshape(C, H))
 
 
 class GeluMLP(nnx.Module):
-    """linear_fc2(gelu(linear_fc1(x))), both with bias; the GELU in float32, tanh-approximated or exact."""
+    """linear_fc2(gelu(linear_fc1(x))), both with bias; the GELU tanh-approximated, in x's dtype, or exact, in
+    float32."""
 
     def __init__(self, features: int, hidden: int, *, dtype, approximate: bool):
-        self.linear_fc1 = nn.Linear(features, hidden, dtype=dtype, bias=True)
-        self.linear_fc2 = nn.Linear(hidden, features, dtype=dtype, bias=True)
+        self.linear_fc1 = Linear(features, hidden, dtype=dtype, bias=True)
+        self.linear_fc2 = Linear(hidden, features, dtype=dtype, bias=True)
         self.approximate = approximate
 
     def __call__(self, x: Float[Array, "C H"]) -> Float[Array, "C H"]:
-        h = jax.nn.gelu(self.linear_fc1(x).astype(jnp.float32), approximate=self.approximate)
-        return self.linear_fc2(h.astype(x.dtype))
+        h = self.linear_fc1(x)
+        if self.approximate:
+            # On a GPU this is part of the matmul before it, which sees float32.
+            return self.linear_fc2(jax.nn.gelu(h, approximate=True))
+        return self.linear_fc2(jax.nn.gelu(h.astype(jnp.float32), approximate=False).astype(x.dtype))
 
 
 class SwiGLU(nnx.Module):
@@ -128,9 +144,9 @@ class SwiGLU(nnx.Module):
     """
 
     def __init__(self, features: int, hidden: int, *, dtype, bias: bool, limit: float | None = None):
-        self.gate_proj = nn.Linear(features, hidden, dtype=dtype, bias=bias)
-        self.up_proj = nn.Linear(features, hidden, dtype=dtype, bias=bias)
-        self.down_proj = nn.Linear(hidden, features, dtype=dtype, bias=bias)
+        self.gate_proj = Linear(features, hidden, dtype=dtype, bias=bias)
+        self.up_proj = Linear(features, hidden, dtype=dtype, bias=bias)
+        self.down_proj = Linear(hidden, features, dtype=dtype, bias=bias)
         self.limit = limit
 
     def __call__(self, x: Float[Array, "N H"]) -> Float[Array, "N H"]:
@@ -172,7 +188,7 @@ class GatedMerger(SwiGLU):
 
     def __init__(self, features: int, hidden: int, *, dtype, limit: float | None = None):
         super().__init__(features, hidden, dtype=dtype, bias=False, limit=limit)
-        self.proj = nn.Linear(features, features, dtype=dtype)
+        self.proj = Linear(features, features, dtype=dtype)
         # Not the config's epsilon: the reference leaves torch's default here.
         self.post_projection_norm = nn.LayerNorm(features, eps=1e-5)
 

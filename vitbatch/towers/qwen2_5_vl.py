@@ -22,9 +22,10 @@ from jaxtyping import Array, Float, Int, Shaped
 from vitbatch.attention import attend, attend_windows
 from vitbatch.config import VisionConfig, read_count, read_geometry, read_indexes
 from vitbatch.lanes import LaneInputs
-from vitbatch.towers.layers import FusedAttention, PatchEmbed, RmsBlock, SwiGLU, axial_rotary
+from vitbatch.towers.layers import FusedAttention, Linear, PatchEmbed, RmsBlock, SwiGLU, axial_rotary
 from vitbatch.towers.registry import Family, register
 from vitstripe import nn
+from vitstripe.platform import Platform
 
 # Fixed in the reference, whatever the config says.
 _EPS = 1e-6
@@ -70,8 +71,8 @@ class Merger(nnx.Module):
     def __init__(self, config: Qwen25VLVisionConfig, dtype):
         self.joined = config.hidden_size * config.patches_per_token
         self.ln_q = nn.RMSNorm(config.hidden_size, eps=_EPS)
-        first = nn.Linear(self.joined, self.joined, dtype=dtype, bias=True)
-        last = nn.Linear(self.joined, config.out_hidden_size, dtype=dtype, bias=True)
+        first = Linear(self.joined, self.joined, dtype=dtype, bias=True)
+        last = Linear(self.joined, config.out_hidden_size, dtype=dtype, bias=True)
         self.mlp = nnx.List([first, nnx.Module(), last])
 
     def __call__(self, x: Float[Array, "C H"]) -> Float[Array, "T O"]:
@@ -101,7 +102,9 @@ class Qwen25VLVisionTower(nnx.Module):
         self.config = config
         self.dtype = jnp.dtype(dtype)
 
-    def __call__(self, rows: Float[Array, "C F"], lane: LaneInputs[Array], *, chunk: int) -> Float[Array, "T O"]:
+    def __call__(
+        self, rows: Float[Array, "C F"], lane: LaneInputs[Array], *, platform: Platform
+    ) -> Float[Array, "T O"]:
         """As `Qwen3VLVisionTower`; lane.windows must be given."""
         config, windows = self.config, lane.windows
         assert windows is not None, "a tower with window attention needs the lane's windows"
@@ -109,13 +112,13 @@ class Qwen25VLVisionTower(nnx.Module):
         x = _reorder(self.patch_embed(rows.astype(self.dtype)), windows.order, per_cell)
         positions = _reorder(lane.positions, windows.order, per_cell)
         rotary = axial_rotary(positions, config.head_dim, config.rope_theta)
-        in_images = partial(attend, segments=lane.segments, chunk=chunk)
+        in_images = partial(attend, segments=lane.segments, platform=platform)
         in_windows = partial(
             attend_windows,
             segments=lane.segments,
             windows=jnp.repeat(windows.window, per_cell),
             window_patches=per_cell * config.window_cells**2,
-            chunk=chunk,
+            platform=platform,
         )
         whole, windowed = nn.traced_once(rotary, in_images), nn.traced_once(rotary, in_windows)
         for i, block in enumerate(self.blocks):

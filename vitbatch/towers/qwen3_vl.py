@@ -27,6 +27,7 @@ from vitbatch.towers.layers import (
     Attend,
     FusedAttention,
     GeluMLP,
+    Linear,
     PatchEmbed,
     PositionTable,
     Rotary,
@@ -34,6 +35,7 @@ from vitbatch.towers.layers import (
 )
 from vitbatch.towers.registry import Family, register
 from vitstripe import nn
+from vitstripe.platform import Platform
 
 _EPS = 1e-6
 
@@ -99,8 +101,8 @@ class PatchMerger(nnx.Module):
     def __init__(self, config: Qwen3VLVisionConfig, dtype, *, joined_norm: bool):
         joined = config.hidden_size * config.patches_per_token
         self.norm = nn.LayerNorm(joined if joined_norm else config.hidden_size, eps=_EPS)
-        self.linear_fc1 = nn.Linear(joined, joined, dtype=dtype, bias=True)
-        self.linear_fc2 = nn.Linear(joined, config.out_hidden_size, dtype=dtype, bias=True)
+        self.linear_fc1 = Linear(joined, joined, dtype=dtype, bias=True)
+        self.linear_fc2 = Linear(joined, config.out_hidden_size, dtype=dtype, bias=True)
         self.joined, self.joined_norm = joined, joined_norm
 
     def __call__(self, x: Float[Array, "C H"]) -> Float[Array, "T O"]:
@@ -124,16 +126,18 @@ class Qwen3VLVisionTower(nnx.Module):
         self.head_dim, self.rope_theta = config.head_dim, config.rope_theta
         self.dtype = jnp.dtype(dtype)
 
-    def __call__(self, rows: Float[Array, "C F"], lane: LaneInputs[Array], *, chunk: int) -> Float[Array, "T W"]:
+    def __call__(
+        self, rows: Float[Array, "C F"], lane: LaneInputs[Array], *, platform: Platform
+    ) -> Float[Array, "T W"]:
         """rows: normalised pixels, features ordered (channel, frame, y, x), patches in merge-block order.
 
         Returns [C / 4, O * (1 + K)] in the parameters' dtype. Rows of padding are finite and mean nothing.
-        chunk: see `vitbatch.attention.attend`.
+        platform: what it is compiled for.
         """
         x = self.patch_embed(rows.astype(self.dtype))
         x = x + self.pos_embed(lane.tap_index, lane.tap_weight).astype(x.dtype)
         rotary = axial_rotary(lane.positions, self.head_dim, self.rope_theta)
-        in_images = partial(attend, segments=lane.segments, chunk=chunk)
+        in_images = partial(attend, segments=lane.segments, platform=platform)
         run, deepstack = nn.traced_once(rotary, in_images), []
         for i, block in enumerate(self.blocks):
             x = run(block, x)

@@ -59,6 +59,7 @@ def test_a_chat_is_rendered_answered_and_counted():
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": 3, "image_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     assert body["vitstripe"] == {"vit_calls": []}
 
@@ -137,20 +138,17 @@ def test_a_completion_takes_text_or_token_ids():
     for answer in answers:
         assert answer["object"] == "text_completion"
         assert answer["id"].startswith("cmpl-")
-        assert answer["choices"] == [{"index": 0, "text": "ok", "logprobs": None, "finish_reason": "stop"}]
+        assert answer["choices"] == [
+            {"index": 0, "text": "ok", "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+        ]
 
 
 def test_a_completion_stream_has_text_chunks():
     events = chunks(complete(app_of(FakeEngine(ANSWER)), stream=True))
     assert events[-1] == "[DONE]"
     assert text_of(events) == ANSWER
-    assert events[-2]["choices"][0] == {"index": 0, "text": "", "logprobs": None, "finish_reason": "stop"}
-
-
-def test_several_prompts_in_one_request_are_refused():
-    error = error_of(complete(app_of(FakeEngine()), ["a", "b"]))
-    assert error["param"] == "prompt"
-    assert "one prompt a request" in error["message"]
+    last = {"index": 0, "text": "", "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+    assert events[-2]["choices"][0] == last
 
 
 def test_ignore_eos_reaches_the_engine():
@@ -416,6 +414,9 @@ def test_counts_reach_the_metrics():
     route = "/v1/chat/completions"
     assert value("http_responses_total", route=route, code="200") == 2
     assert value("http_responses_total", route=route, code="400") == 1
+    assert value("requests_rejected_total", reason="invalid_request_error") == 1
+    assert value("image_prepare_seconds_count") == 1
+    assert value("request_params_max_tokens_count") == 2
     assert value("request_finished_total", reason="stop") == 2
     assert value("generation_tokens_total") == 4 + 2
     assert value("image_tokens_total") == PROCESSOR.prepare(encoded_image()).num_tokens

@@ -129,10 +129,10 @@ def test_probes_are_answered_while_a_prompt_is_rendered():
     started, release = threading.Event(), threading.Event()
 
     class SlowTemplate(ChatTemplate):
-        def render(self, messages):
+        def render(self, messages, **named):
             started.set()
             release.wait(10)
-            return super().render(messages)
+            return super().render(messages, **named)
 
     async def run() -> None:
         template = SlowTemplate.__new__(SlowTemplate)
@@ -166,7 +166,7 @@ def test_bodies_that_are_being_prepared_are_bounded_together():
         connections = [Connection(app, CHAT, content) for _ in range(4)]
         await eventually(lambda: any(connection.served.done() for connection in connections))
         refused = [connection for connection in connections if connection.served.done()]
-        assert [connection.sent[0]["status"] for connection in refused] == [503] * len(refused)
+        assert [connection.sent[0]["status"] for connection in refused] == [429] * len(refused)
         release.set()
         for connection in connections:
             await settled(connection)

@@ -1,13 +1,22 @@
 """Detokenising and stop strings give the same text however it is cut."""
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
-from serving.stream import Detokenizer, StopScanner, TextStream
+from serving.chat import Message
+from serving.stream import AnswerStream, Detokenizer, StopScanner, TextOptions
 from tests.serving.api.harness import TOKENIZER
 
 TEXTS = ["plain", "naïve café", "日本語のテキスト", "a👩‍👩‍👧b🇯🇵", "mixed é 字 🙂 end"]
+
+
+def content(stream: AnswerStream, ids: Sequence[int]) -> str:
+    message = Message()
+    for token_id in ids:
+        message.add(stream.push(token_id))
+    return message.add(stream.finish()).content
 
 
 def test_text_comes_back_whole_from_single_byte_tokens():
@@ -32,13 +41,11 @@ def test_a_broken_character_becomes_a_replacement_and_does_not_stall():
 
 
 def test_an_answer_cut_inside_a_character_ends_in_a_replacement():
-    stream = TextStream(TOKENIZER)
-    assert "".join(map(stream.push, TOKENIZER.encode_plain("a🙂")[:3])) + stream.finish() == "a\ufffd"
+    assert content(AnswerStream(TOKENIZER), TOKENIZER.encode_plain("a🙂")[:3]) == "a\ufffd"
 
 
 def test_special_tokens_and_padded_ids_have_no_text():
-    stream = TextStream(TOKENIZER)
-    assert [stream.push(token_id) for token_id in (257, 258, 261, 271, 5000)] == [""] * 5
+    assert content(AnswerStream(TOKENIZER), [257, 258, 261, 271, 5000]) == ""
 
 
 def whole(text: str, stops: list[str]) -> tuple[str, str | None]:
@@ -86,6 +93,6 @@ def test_nothing_follows_a_stop_string():
 
 
 def test_a_stop_string_may_be_the_whole_answer():
-    stream = TextStream(TOKENIZER, ["hé"])
-    assert "".join(map(stream.push, TOKENIZER.encode_plain("hé"))) == ""
+    stream = AnswerStream(TOKENIZER, TextOptions(stop=("hé",)))
+    assert content(stream, TOKENIZER.encode_plain("hé")) == ""
     assert stream.stopped

@@ -203,6 +203,14 @@ def test_a_token_outside_the_byte_alphabet_stands_for_its_own_text():
     assert Tokenizer(json.dumps(parsed)).token_bytes(256).decode() == "日 本"
 
 
+def test_markup_that_parsers_read_is_shown_and_the_frame_around_an_answer_is_not():
+    parsed = json.loads(DEFINITION)
+    parsed["added_tokens"][1] |= {"content": "<tool_call>", "special": True}
+    parsed["added_tokens"][2] |= {"content": "<|begin_of_box|>", "special": False}
+    tokenizer = Tokenizer(json.dumps(parsed))
+    assert (tokenizer.token_bytes(257), tokenizer.token_bytes(258)) == (b"<tool_call>", b"")
+
+
 def test_added_tokens_that_are_not_special_are_shown():
     parsed = json.loads(DEFINITION)
     parsed["added_tokens"][1]["special"] = False

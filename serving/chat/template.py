@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.meta
 import jinja2.sandbox
 
 from serving.tokenizer import read_json, token_text
@@ -58,6 +59,8 @@ class ChatTemplate:
 
     Attributes:
         takes_parts: the template reads content given as a list of parts; others only read strings.
+        takes_tools: the template shows the tools that it is given.
+        variables: names that the template reads, such as `enable_thinking`.
 
     Raises:
         ValueError: the template does not parse.
@@ -72,10 +75,13 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
+            self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"chat template, line {error.lineno}: {error.message}") from error
+        self.source = source
         self._special_tokens = dict(special_tokens or {})
         self.takes_parts = self._reads_parts()
+        self.takes_tools = self._shows_tools()
 
     @classmethod
     def from_checkpoint(cls, folder: str | Path) -> "ChatTemplate":
@@ -99,23 +105,39 @@ class ChatTemplate:
         named = {name: token_text(value) for name, value in config.items() if name.endswith("_token")}
         return cls(source, {name: text for name, text in named.items() if text is not None})
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = (), **switches: bool | str
+    ) -> str:
         """The prompt of a chat, up to and including the opening of the assistant's turn.
 
         Args:
             messages: objects with `role` and `content`, which is a string or a list of parts,
-                {"type": "text", "text": ...} or {"type": "image"}.
+                {"type": "text", "text": ...} or {"type": "image"}; an assistant's may have `reasoning_content` and
+                `tool_calls`, a tool's `tool_call_id`.
+            tools: objects as OpenAI's `tools` has them.
+            switches: further names that the template reads. None of them can replace those that it gets here.
 
         Raises:
             TemplateFault: the template raised.
         """
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **self._special_tokens)
+            named = {"messages": messages, "tools": list(tools) or None, "add_generation_prompt": True}
+            return self._template.render(switches | self._special_tokens | named)
         except jinja2.TemplateError as error:
             raise TemplateFault(f"the chat template refused the messages: {error.message}") from error
         except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
             # The texts of these may quote a caller's message; the type is enough to look it up.
             raise TemplateFault(f"the chat template failed on the messages ({type(error).__name__})") from error
+
+    def _shows_tools(self) -> bool:
+        function = {"name": _PROBE, "description": "", "parameters": {"type": "object", "properties": {}}}
+        try:
+            rendered = self.render(
+                [{"role": "user", "content": "hi"}], tools=[{"type": "function", "function": function}]
+            )
+        except TemplateFault:
+            return False
+        return _PROBE in rendered
 
     def _reads_parts(self) -> bool:
         try:

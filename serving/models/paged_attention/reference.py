@@ -8,28 +8,26 @@ from jaxtyping import Array, Float, Int
 _FLOOR = -1e30
 
 
-def paged_attention(
+def paged_attention_reference(
     q: Float[Array, "T H D"],
     k_pages: Float[Array, "P S K D"],
     v_pages: Float[Array, "P S K D"],
     lengths: Int[Array, " T"],
     tile_request: Int[Array, " G"],
     page_table: Int[Array, "R W"],
+    kv_heads: Int[Array, " J"] | None = None,
     *,
     scale: float,
-    kv_heads: Int[Array, " H"] | None = None,
 ) -> Float[Array, "T H D"]:
-    """softmax(scale * q k^T) v over the first lengths[t] tokens of each row's request.
-
-    Grouped queries: H is a multiple of K, query head h reads key head h // (H / K); or, where key heads are replicated
-    over the mesh and query heads are not, kv_heads names the key head of each local query head.
+    """softmax(scale * q k^T) v over the first lengths[t] tokens of each row's request. kv_heads: the key head of each
+    run of H / J query heads, None for the K key heads in order.
 
     Pages are taken one at a time for all tiles together, with a running maximum and sum in float32. A tile that is done
     sees only masked pages, which are exact no-ops, so a row's result does not depend on what else is in the pass.
     """
     tiles, size = tile_request.shape[0], k_pages.shape[1]
     rows = q.shape[0] // tiles
-    groups = k_pages.shape[2] if kv_heads is None else q.shape[1]
+    groups = k_pages.shape[2] if kv_heads is None else kv_heads.shape[0]
     q = q.reshape(tiles, rows, groups, -1, q.shape[-1])
     tables, limits = page_table[tile_request], lengths.reshape(tiles, rows)
     shape = q.shape[:4]

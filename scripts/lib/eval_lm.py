@@ -1,0 +1,175 @@
+"""Runs lm-eval (EleutherAI) over the completions route of a server, without a network.
+
+Three small tasks of our own, whose data lies beside them (scripts/lib/eval_tasks), and lm-eval's own niah_single_1:
+
+  vitstripe_choice   scores given endings (loglikelihood), as multiple-choice benchmarks do
+  vitstripe_text     scores whole texts (rolling loglikelihood), as perplexity benchmarks do
+  vitstripe_write    generates until a stop string
+  niah_single_1      finds a number in a long text
+
+What is shown is that the plumbing works; the scores of a small made-up model mean nothing. With --verify the
+log-probabilities that lm-eval got are compared with those that the checkpoint's decoder gives when it is run directly.
+"""
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+TASKS = Path(__file__).parent / "eval_tasks"
+OWN = ("vitstripe_choice", "vitstripe_text", "vitstripe_write")
+TOLERANCE = 1e-4
+"""Of one token's log-probability: float32 sums in another order."""
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="scripts/eval_lm", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="demo", help="checkpoint folder (its tokenizer is read too); default: demo")
+    parser.add_argument("--url", help="a running server, e.g. http://localhost:8000; default: start one on --model")
+    parser.add_argument("--tasks", help=f"default: {','.join(OWN)} and niah_single_1")
+    parser.add_argument("--include", action="append", default=[], help="a folder of task files of your own")
+    parser.add_argument("--length", type=int, default=512, help="tokens of niah_single_1's text (default 512)")
+    parser.add_argument("--limit", type=int, help="documents a task")
+    parser.add_argument("--concurrent", type=int, default=8, help="requests at one time (default 8)")
+    parser.add_argument("--out", type=Path, help="folder for lm-eval's report and samples; default: a temporary one")
+    parser.add_argument("--verify", action="store_true", help="compare with the decoder run directly (small models)")
+    parser.add_argument("--serve", default="", help="further flags of the server that is started, as one string")
+    return parser.parse_args()
+
+
+@contextmanager
+def server(model: str, length: int, flags: str) -> Iterator[str]:
+    """A server of our own on a free port; its log is shown if it fails."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    context = str(length + 512)
+    command = [sys.executable, "-m", "serving", "--model", model, "--port", str(port), "--max-model-len", context]
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen([*command, *flags.split()], stdout=log, stderr=subprocess.STDOUT)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            print(f"starting a server on {model}, {url}", file=sys.stderr)
+            while not is_ready(url):
+                if process.poll() is not None:
+                    log.seek(0)
+                    raise SystemExit(f"error: the server ended with {process.returncode}:\n{log.read()}")
+                time.sleep(0.5)
+            yield url
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def is_ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/ready", timeout=5):
+            return True
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def model_of(url: str) -> dict[str, Any]:
+    with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as response:
+        return json.load(response)["data"][0]
+
+
+def evaluate(url: str, folder: Path, tasks: list[str], args: argparse.Namespace, out: Path) -> None:
+    """Runs lm-eval's own command line, cut off from the hub."""
+    model = model_of(url)
+    settings = {
+        "model": model["id"],
+        "base_url": f"{url}/v1/completions",
+        "tokenizer_backend": "huggingface",
+        "tokenizer": folder,
+        "tokenized_requests": True,
+        "max_length": model["max_model_len"],
+        "num_concurrent": args.concurrent,
+    }
+    command = [sys.executable, "-m", "lm_eval", "run", "--model", "local-completions", "--tasks", ",".join(tasks)]
+    command += ["--model_args", ",".join(f"{key}={value}" for key, value in settings.items())]
+    command += ["--metadata", json.dumps({"max_seq_lengths": [args.length], "tokenizer": str(folder)})]
+    for include in (TASKS, *map(Path, args.include)):
+        command += ["--include_path", str(include.resolve())]
+    command += ["--output_path", str(out), "--log_samples", "--seed", "1234"]
+    if args.limit is not None:
+        command += ["--limit", str(args.limit)]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OPENAI_API_KEY": "none"}
+    # Data files of our tasks are named relative to their folder.
+    environment = {"TOKENIZERS_PARALLELISM": "false"} | dict(os.environ) | offline
+    subprocess.run(command, cwd=TASKS, env=environment, check=True)
+
+
+def samples(out: Path, task: str) -> list[dict[str, Any]]:
+    files = sorted(out.rglob(f"samples_{task}_*.jsonl"))
+    return [json.loads(line) for line in files[-1].read_text(encoding="utf-8").splitlines()] if files else []
+
+
+def verify(folder: Path, out: Path) -> bool:
+    """Compares the loglikelihoods of our own tasks with the decoder's."""
+    from direct_scores import DirectScores
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    direct = DirectScores(folder)
+    checked, worst, greedy_differs = 0, 0.0, 0
+    for task in OWN:
+        for sample in samples(out, task):
+            for request, response in zip(sample["arguments"].values(), sample["resps"], strict=True):
+                if task == "vitstripe_choice":
+                    context, ending = request["arg_0"], request["arg_1"]
+                    value, greedy = float(response[0][0]), str(response[0][1]) == "True"
+                    ids = tokenizer.encode(context + ending, add_special_tokens=False)
+                    start = len(tokenizer.encode(context, add_special_tokens=False))
+                elif task == "vitstripe_text":
+                    value, greedy = float(response[0] if isinstance(response, list) else response), None
+                    ids = [tokenizer.eos_token_id, *tokenizer.encode(request["arg_0"], add_special_tokens=False)]
+                    start = 1
+                else:
+                    continue
+                expected, is_greedy = direct.of(ids, start)
+                worst = max(worst, abs(value - expected) / (len(ids) - start))
+                greedy_differs += greedy is not None and greedy != is_greedy
+                checked += 1
+    print(
+        f"verified: {checked} loglikelihoods, largest difference {worst:.1e} a token (allowed {TOLERANCE:.0e}), "
+        f"the greedy flag differs in {greedy_differs}"
+    )
+    return checked > 0 and worst <= TOLERANCE and not greedy_differs
+
+
+def main() -> int:
+    args = arguments()
+    from serving.cli import DEMO_FOLDER
+
+    folder = DEMO_FOLDER if args.model == "demo" else Path(args.model).resolve()
+    tasks = args.tasks.split(",") if args.tasks else [*OWN, "niah_single_1"]
+    with tempfile.TemporaryDirectory() as scratch:
+        out = (args.out or Path(scratch)).resolve()
+        if args.url:
+            evaluate(args.url.rstrip("/").removesuffix("/v1"), folder, tasks, args, out)
+        else:
+            with server(args.model, args.length, args.serve) as url:
+                evaluate(url, folder, tasks, args, out)
+        missing = [task for task in tasks if not samples(out, task)]
+        if missing:
+            print(f"error: no answers were recorded for {', '.join(missing)}", file=sys.stderr)
+            return 1
+        return 0 if not args.verify or verify(folder, out) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

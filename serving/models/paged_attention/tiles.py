@@ -1,0 +1,88 @@
+"""Tile sizes of the paged attention kernels, one table by architecture.
+
+Rows of ROCm architectures were chosen by what the compiler reports (no spills, shared memory within the chip's, at
+least two waves a SIMD; `scripts/check_rocm --isa` prints it); nobody has timed them.
+"""
+
+from dataclasses import dataclass
+
+from vitstripe.platform import Platform
+
+_SMALLEST_SIDE = 16  # of a matrix instruction
+
+
+def _check(owner: object, *sides: str) -> None:
+    for name in sides:
+        size = getattr(owner, name)
+        if size < _SMALLEST_SIDE or size & (size - 1):
+            raise ValueError(
+                f"{type(owner).__name__}.{name} is {size}; it must be a power of two of at least {_SMALLEST_SIDE}"
+            )
+    warps, stages = (getattr(owner, name) for name in ("warps", "stages"))
+    if warps not in (1, 2, 4, 8, 16) or stages < 1:
+        raise ValueError(f"{type(owner).__name__} has {warps} warps and {stages} stages")
+
+
+@dataclass(frozen=True)
+class DecodeTile:
+    """keys: keys of a block that streams by. part: keys of a request that are summed by themselves before the parts are
+    put together; a multiple of `keys`. warps: of 32 lanes on CUDA, 64 on ROCm. stages: depth of the software pipeline.
+
+    Raises ValueError for sizes the kernel cannot run.
+    """
+
+    keys: int
+    part: int
+    warps: int
+    stages: int
+
+    def __post_init__(self):
+        _check(self, "keys", "part")
+        if self.part < self.keys:
+            raise ValueError(f"DecodeTile.part is {self.part}, less than a block of {self.keys} keys")
+
+
+@dataclass(frozen=True)
+class ExtendTile:
+    """queries, keys: rows and columns of the score tile a program holds at a time; the query heads of a key head lie
+    side by side among the rows. warps, stages: as in DecodeTile.
+
+    Raises ValueError for sizes the kernel cannot run.
+    """
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+    def __post_init__(self):
+        _check(self, "queries", "keys")
+
+
+_DECODE = {
+    "gfx942": DecodeTile(keys=64, part=512, warps=4, stages=1),
+    "gfx950": DecodeTile(keys=64, part=512, warps=4, stages=1),
+    "sm90": DecodeTile(keys=64, part=512, warps=4, stages=3),
+    "default": DecodeTile(keys=64, part=512, warps=4, stages=2),
+}
+_EXTEND = {
+    "gfx942": ExtendTile(queries=128, keys=32, warps=8, stages=1),
+    "gfx950": ExtendTile(queries=128, keys=64, warps=8, stages=1),
+    "sm90": ExtendTile(queries=64, keys=64, warps=4, stages=3),
+    "default": ExtendTile(queries=64, keys=64, warps=4, stages=2),
+}
+
+
+def tile_key(platform: Platform) -> str:
+    """The row of a table for a platform: its ROCm architecture if listed, "sm90" on CUDA, else "default"."""
+    if platform.kind == "cuda":
+        return "sm90"
+    return platform.arch if platform.arch in _DECODE else "default"
+
+
+def decode_tile(platform: Platform) -> DecodeTile:
+    return _DECODE[tile_key(platform)]
+
+
+def extend_tile(platform: Platform) -> ExtendTile:
+    return _EXTEND[tile_key(platform)]

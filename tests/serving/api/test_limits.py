@@ -1,0 +1,262 @@
+"""What a request may cost: every limit is checked before the engine hears of the request."""
+
+import asyncio
+import io
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import uvicorn
+from PIL import Image
+from starlette.applications import Starlette
+
+from serving.api import Limits
+from serving.api.listen import server_config
+from serving.metrics import Metrics
+from tests.serving.api.harness import (
+    PROCESSOR,
+    Connection,
+    FakeEngine,
+    app_of,
+    chat,
+    encoded_image,
+    error_of,
+    eventually,
+    image_part,
+)
+from tests.vitbatch.hostile import png
+
+SMALL = Limits(max_image_pixels=100_000, max_request_pixels=150_000)
+
+
+class Untouched:
+    """A processor that no image of the test may reach."""
+
+    def prepare(self, image: bytes) -> Any:
+        raise AssertionError("the image was prepared")
+
+
+def refused(content: list[Any], status: int = 400, **app: Any) -> str:
+    """The error's text; the engine heard nothing."""
+    engine = FakeEngine()
+    response = chat(app_of(engine, **app), content)
+    assert response.status_code == status
+    assert engine.submissions == []
+    return error_of(response)["message"]
+
+
+def test_pixels_are_counted_from_the_header_of_each_image():
+    text = refused([image_part(png(400, 251))], limits=SMALL, processor=Untouched())
+    assert text == "image of 400x251 px has 100400 pixels; the limit is 100000: send a smaller image"
+
+
+def test_pixels_are_counted_over_all_images_before_any_is_decoded():
+    parts = [image_part(png(300, 200)), image_part(png(300, 200)), image_part(png(300, 101))]
+    text = refused(parts, limits=SMALL, processor=Untouched())
+    assert text == ("the images have 150300 pixels together; the limit is 150000: send fewer or smaller images")
+    engine = FakeEngine()
+    parts = [image_part(encoded_image(300, 200))] * 2 + [image_part(encoded_image(300, 100))]
+    assert chat(app_of(engine, limits=SMALL), parts).status_code == 200
+
+
+def test_forty_bombs_at_once_are_forty_answers():
+    bomb = image_part(png(12000, 12000, bytes(12000 * 1501)))
+
+    async def run() -> list[Connection]:
+        app = app_of(FakeEngine(), processor=Untouched())
+        content = {"messages": [{"role": "user", "content": [bomb]}]}
+        connections = [Connection(app, "/v1/chat/completions", content) for _ in range(40)]
+        async with asyncio.timeout(20):
+            await asyncio.gather(*(connection.served for connection in connections))
+        return connections
+
+    assert [connection.sent[0]["status"] for connection in asyncio.run(run())] == [400] * 40
+
+
+@pytest.mark.parametrize(("size", "ratio"), [((10000, 1), 10000), ((3, 900), 300), ((201, 1), 201)])
+def test_an_image_that_is_too_narrow_is_told_its_ratio(size, ratio):
+    text = refused([image_part(encoded_image(*size))])
+    assert f"image of {size[0]}x{size[1]} px: aspect ratio {ratio} is" in text
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 3), (3, 1), (26, 28), (500, 19), (16, 16), (200, 1)])
+def test_an_image_smaller_than_a_token_is_brought_up_to_one(size):
+    engine = FakeEngine()
+    assert chat(app_of(engine), [image_part(encoded_image(*size))]).status_code == 200
+    [span] = engine.submissions[0].images
+    assert span.image.num_tokens >= 1
+    assert engine.submissions[0].prompt_ids.count(261) == span.image.num_tokens
+
+
+def test_images_count_with_their_tokens_before_the_request_is_queued():
+    large = image_part(encoded_image(256, 256))  # 64 tokens
+    engine = FakeEngine(max_model_len=150)
+    assert chat(app_of(engine), [large]).status_code == 200
+    assert len(engine.submissions) == 1
+    over = chat(app_of(engine), [large] * 3)
+    assert over.status_code == 400
+    assert "(192 of them from images)" in error_of(over)["message"]
+    assert error_of(over)["code"] == "context_length_exceeded"
+    assert len(engine.submissions) == 1
+
+
+def test_more_images_or_bytes_than_allowed_are_refused_undecoded():
+    assert "9 images in one request: the limit is 8" in refused([image_part()] * 9, processor=Untouched())
+    text = refused([image_part(bytes(1001))], processor=Untouched(), limits=Limits(max_image_bytes=1000))
+    assert text.startswith("image of 1001 bytes: the limit is 1000")
+
+
+def test_of_an_animation_only_the_first_frame_is_read():
+    frames = [Image.new("RGB", (64, 64), (n, 2 * n, 99)) for n in range(100)]
+    buffer = io.BytesIO()
+    frames[0].save(buffer, "GIF", save_all=True, append_images=frames[1:])
+    first = encoded_image(64, 64, "GIF", (0, 0, 99))
+    engine = FakeEngine()
+    assert chat(app_of(engine), [image_part(buffer.getvalue()), image_part(first)]).status_code == 200
+    animated, still = (span.image for span in engine.submissions[0].images)
+    assert animated.key == still.key
+
+
+@pytest.mark.parametrize("fault", [MemoryError(), SystemExit(3), StopIteration(), RecursionError(), OSError("disk")])
+def test_a_decoder_that_fails_in_any_way_costs_one_request(fault, caplog):
+    class Failing:
+        def prepare(self, image: bytes) -> Any:
+            raise fault
+
+    engine = FakeEngine()
+    response = chat(app_of(engine, processor=Failing()), [image_part()])
+    assert response.status_code == 500
+    assert "disk" not in response.text
+    assert type(fault).__name__ in caplog.text
+    assert engine.submissions == []
+
+
+def test_a_decoder_that_fails_for_one_image_leaves_the_others_alone():
+    bad = encoded_image(colour=(255, 0, 0))
+
+    class Moody:
+        def prepare(self, image: bytes) -> Any:
+            if image == bad:
+                raise SystemExit(1)
+            return PROCESSOR.prepare(image)
+
+    async def run() -> list[int]:
+        app = app_of(FakeEngine(), processor=Moody())
+        connections = [
+            Connection(app, "/v1/chat/completions", {"messages": [{"role": "user", "content": [image_part(image)]}]})
+            for image in [bad, encoded_image()] * 10
+        ]
+        async with asyncio.timeout(20):
+            await asyncio.gather(*(connection.served for connection in connections))
+        return [connection.sent[0]["status"] for connection in connections]
+
+    assert asyncio.run(run()) == [500, 200] * 10
+
+
+def test_requests_that_are_being_prepared_are_counted():
+    async def run() -> None:
+        app = app_of(FakeEngine(), limits=Limits(max_preparing=2))
+        path, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": [image_part()]}]}
+        connections = [Connection(app, path, body) for _ in range(4)]
+        async with asyncio.timeout(20):
+            await asyncio.gather(*(connection.served for connection in connections))
+        statuses = [connection.sent[0]["status"] for connection in connections]
+        assert statuses[:2] == [200, 200]
+        assert statuses[2:] == [429, 429]
+        assert b"retry-after" in dict(connections[3].sent[0]["headers"])
+        again = Connection(app, path, body)
+        await again.served
+        assert again.sent[0]["status"] == 200
+
+    asyncio.run(run())
+
+
+# On a socket
+
+
+@asynccontextmanager
+async def served(app: Starlette, limits: Limits) -> AsyncIterator[int]:
+    """The app behind the bounded listener; its port."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(server_config(app, limits))
+        running = asyncio.create_task(server.serve([listener]))
+        await eventually(lambda: server.started)
+        yield listener.getsockname()[1]
+        server.should_exit = True
+        await running
+
+
+async def exchange(port: int, *pieces: bytes, pause: float = 0.0) -> bytes:
+    """All that comes back until the server closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        for piece in pieces:
+            writer.write(piece)
+            await asyncio.sleep(pause)
+        async with asyncio.timeout(5):
+            return await reader.read()
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: server\r\nConnection: close\r\n"
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        HEALTH + b"X-Long: " + b"a" * 200_000 + b"\r\n\r\n",
+        HEALTH + b"".join(b"X-%d: a\r\n" % n for n in range(20_000)) + b"\r\n",
+        b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\nHost: server\r\n\r\n",
+    ],
+    ids=["one long header", "many headers", "a long path"],
+)
+def test_a_head_over_the_limit_is_refused(head):
+    async def run() -> None:
+        limits, metrics = Limits(), Metrics()
+        async with served(app_of(FakeEngine(), limits=limits, metrics=metrics), limits) as port:
+            # The connection is closed with some of the head unread, and then a client may not see the 400.
+            assert (await exchange(port, head))[:12] in (b"", b"HTTP/1.1 400")
+            assert b"http_responses_total{" not in metrics.render(), "the app never saw the request"
+            assert (await exchange(port, HEALTH + b"X-Long: " + b"a" * 50_000 + b"\r\n\r\n")).startswith(
+                b"HTTP/1.1 200"
+            )
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("pieces", [(), (b"GET /health",), tuple(HEALTH[k : k + 1] for k in range(len(HEALTH)))])
+def test_a_client_that_never_finishes_its_head_is_cut_off(pieces):
+    async def run() -> None:
+        limits = replace(Limits(), header_seconds=0.2)
+        async with served(app_of(FakeEngine(), limits=limits), limits) as port:
+            assert await exchange(port, *pieces, pause=0.005) == b""
+            # The clock is the head's alone, and a later request on the connection has its own.
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            for _ in range(3):
+                await asyncio.sleep(0.15)
+                writer.write(b"GET /health HTTP/1.1\r\nHost: server\r\n\r\n")
+                assert b"200" in await reader.readuntil(b"\r\n\r\n")
+                await reader.readuntil(b"}")
+            writer.close()
+
+    asyncio.run(run())
+
+
+def test_a_body_that_does_not_come_is_a_408():
+    async def run() -> None:
+        limits = replace(Limits(), body_seconds=0.2)
+        async with served(app_of(FakeEngine(), limits=limits), limits) as port:
+            head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: server\r\nContent-Type: application/json\r\n"
+            answer = await exchange(port, head + b"Content-Length: 50\r\nConnection: close\r\n\r\n{")
+            assert answer.startswith(b"HTTP/1.1 408")
+            assert b"the body did not come within 0.2 s" in answer
+            assert (await exchange(port, HEALTH + b"\r\n")).startswith(b"HTTP/1.1 200")
+
+    asyncio.run(run())

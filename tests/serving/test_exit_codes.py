@@ -1,0 +1,97 @@
+"""How `python -m serving` ends tells why: each in a process of its own, with a small text model."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+import httpx
+import pytest
+
+from serving.exits import Exit
+from tests.helpers import GOLDENS
+
+MODEL = str(GOLDENS / "glm_moe_dsa")
+FLAGS = ["--model", MODEL, "--max-model-len", "1024", "--max-seqs", "2", "--prefill-tokens", "64"]
+LOSES_ITS_DEVICE = textwrap.dedent(
+    """
+    import sys, jax
+    from serving.__main__ import main
+    from serving.runner import Runner
+
+    def lost(self, seqs):
+        raise jax.errors.JaxRuntimeError("device lost")
+
+    warm_up = Runner.warm_up
+
+    def warmed(self, *args):
+        times = warm_up(self, *args)
+        Runner.decode = lost
+        return times
+
+    Runner.warm_up = warmed
+    sys.exit(main(sys.argv[1:]))
+    """
+)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start(code, *flags): a process and a client of it, once it is ready."""
+    begun = []
+
+    def run(code, *flags):
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        program = ["-m", "serving"] if code is None else ["-c", code]
+        log = (tmp_path / "log").open("w+")
+        process = subprocess.Popen([sys.executable, *program, *FLAGS, "--port", str(port), *flags], stderr=log)
+        client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
+        begun.append((process, client, log))
+        deadline = time.monotonic() + 300
+        while True:
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            assert time.monotonic() < deadline, f"the server did not become ready: {(tmp_path / 'log').read_text()}"
+            try:
+                if client.get("/ready").status_code == 200:
+                    return process, client, tmp_path / "log"
+            except httpx.TransportError:
+                pass
+            time.sleep(0.2)
+
+    yield run
+    for process, client, log in begun:
+        client.close()
+        log.close()
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+BODY = {"messages": [{"role": "user", "content": "count"}], "temperature": 0, "ignore_eos": True}
+
+
+def test_a_drain_that_takes_too_long_says_so_and_tells_the_client(start):
+    process, client, log = start(None, "--drain-seconds", "0.1")
+    body = BODY | {"max_tokens": 900, "stream": True}
+    with client.stream("POST", "/v1/chat/completions", json=body) as stream:
+        lines = (line.removeprefix("data: ") for line in stream.iter_lines() if line)
+        next(lines)
+        process.send_signal(signal.SIGTERM)
+        last = list(lines)[-1]
+    assert json.loads(last)["error"]["type"] == "internal_error"
+    assert process.wait(30) == Exit.DRAIN_TIMED_OUT
+    assert "1 request(s) were still running after 0.1 s" in log.read_text()
+
+
+def test_a_lost_device_says_so_and_tells_the_client(start):
+    process, client, log = start(LOSES_ITS_DEVICE)
+    answer = client.post("/v1/chat/completions", json=BODY | {"max_tokens": 5})
+    assert answer.status_code >= 500
+    assert "device lost" not in answer.text
+    assert process.wait(30) == Exit.DEVICE_LOST
+    assert "JaxRuntimeError in the step loop" in log.read_text()

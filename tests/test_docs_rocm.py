@@ -1,0 +1,98 @@
+"""docs/rocm.md: its table is what the commands wrote and is not older than the list of programs; its lines resolve."""
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from scripts.lib.program_list import Scope, listed
+from scripts.lib.rocm_claims import (
+    BEGIN,
+    CLAIMS,
+    END,
+    NOT_MEASURED,
+    RUNGS,
+    Result,
+    block_of,
+    current_block,
+    read_results,
+    write_docs,
+)
+from scripts.lib.rocm_lowering import rocm_mesh
+from vitbatch.config import TINY_BLOCK, Bucket
+from vitstripe.platform import Platform
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "docs" / "rocm.md").read_text()
+INSTALL_LINES = re.findall(r"^pip install (.*)$", TEXT, re.M)
+UNREACHABLE = re.compile(r"Retrying|NewConnectionError|ConnectTimeout|Temporary failure|ProxyError")
+
+
+def test_the_table_of_claims_is_what_the_commands_wrote():
+    assert current_block() == block_of(read_results()), "run scripts/check_rocm --lower --write-docs"
+
+
+def test_no_program_is_newer_than_the_table():
+    scope = Scope(buckets=(Bucket(256, TINY_BLOCK), Bucket(512)), every_input=False, prefill_tokens=64, max_seqs=1)
+    found, _ = listed(rocm_mesh(8, "gfx950"), Platform("rocm", "gfx950", ""), scope)
+    kinds = {f"{one.group}: {one.kind}" for one in found}
+    assert kinds == set(read_results()["lower"].numbers["programs"]), "run scripts/check_rocm --lower --write-docs"
+
+
+def test_a_rung_without_a_result_is_not_measured():
+    block = block_of({})
+    assert block.count(NOT_MEASURED) == len(CLAIMS)
+    assert all(rung in block for rung in RUNGS.values())
+    assert "{" not in block
+
+
+def test_a_report_of_a_machine_fills_in_its_own_claims_only(tmp_path):
+    document, results = tmp_path / "rocm.md", tmp_path / "claims.json"
+    document.write_text(f"before\n{BEGIN}\n{END}\nafter\n")
+    tests = {"test_numerics": "passed", "test_graphs": "failed", "test_collectives": "skipped"}
+    device = Result("device", False, {"on": " on 8 x AMD Instinct MI355X", "tests": tests})
+    write_docs({"device": device}, document, results)
+    text = document.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    (numerics,) = re.findall(r".*Numbers equal.*", text)
+    assert "on 8 x AMD Instinct MI355X" in numerics
+    assert "| holds, " in numerics
+    assert "**fails**" in re.findall(r".*HIP graphs.*", text)[0]
+    assert NOT_MEASURED in re.findall(r".*RCCL.*", text)[0]
+    assert read_results(results)["device"].numbers == device.numbers
+
+
+def test_every_install_line_names_an_extra_that_exists():
+    extras = re.findall(
+        r"^\[project\.optional-dependencies\]\n(.*?)^\[", (ROOT / "pyproject.toml").read_text(), re.M | re.S
+    )
+    names = set(re.findall(r"^(\w+) = \[", extras[0], re.M))
+    assert (
+        {extra for line in INSTALL_LINES for extra in re.findall(r"\.\[(\w+)\]", line)} == {"rocm7", "rocm10"} <= names
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", INSTALL_LINES)
+def test_the_install_lines_resolve(line, tmp_path):
+    """By a dry run of pip with the newest Python the plugins are built for, so that any machine can ask."""
+    (extra,) = re.findall(r"\.\[(\w+)\]", line)
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--ignore-installed", "--report", "-"]
+    command += ["--only-binary=:all:", "--python-version", "3.12", "--target", str(tmp_path), "--no-build-isolation"]
+    done = subprocess.run([*command, *requirements_of(extra)], capture_output=True, text=True, check=False, timeout=600)
+    if done.returncode and UNREACHABLE.search(done.stderr):
+        pytest.skip("no package index can be reached")
+    assert done.returncode == 0, done.stderr[-2000:]
+    chosen = [entry["metadata"] for entry in json.loads(done.stdout)["install"]]
+    versions = {package["name"]: package["version"] for package in chosen}
+    assert len({versions[name] for name in versions if name == "jax" or name.startswith("jax-rocm")}) == 1, versions
+
+
+def requirements_of(extra: str) -> list[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return [r for r in project["dependencies"] if r.startswith("jax")] + project["optional-dependencies"][extra]

@@ -1,0 +1,84 @@
+"""scripts/profile_step reads its traces right: time by scope, gaps, and every device."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from scripts.lib import profile_step
+from scripts.lib.profile_step import markdown_of, scope_table
+from scripts.lib.trace_scopes import OTHER, Section, read_section, scope_in
+
+pytestmark = pytest.mark.multidevice
+
+
+@pytest.mark.parametrize(
+    ("name", "scope"),
+    [
+        ("jit(run)/shard_map/select/top_k", "select"),
+        ("jit(layer)/encode/while/body/attend/dot_general", "attend"),
+        ("jit(run)/reselect/add", OTHER),
+        ("", OTHER),
+    ],
+)
+def test_the_innermost_scope_of_an_operation_counts(name, scope):
+    assert scope_in(name) == scope
+
+
+def test_a_trace_gives_time_by_scope_and_device(mesh_of, tmp_path):
+    mesh = mesh_of(2)
+
+    def body(x):
+        with jax.named_scope("score"):
+            y = x @ x.T
+        with jax.named_scope("select"):
+            y = lax.top_k(y, 7)[1]
+        with jax.named_scope("merge"):
+            return lax.pmax(y, "tp")
+
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=PartitionSpec("tp"), out_specs=PartitionSpec())
+    x = jax.device_put(np.ones((300, 90), np.float32), NamedSharding(mesh, PartitionSpec("tp")))
+    compiled = jax.jit(mapped).lower(x).compile()
+    jax.block_until_ready(compiled(x))
+    with jax.profiler.trace(str(tmp_path)):
+        for _ in range(3):
+            with jax.profiler.TraceAnnotation("step"):
+                jax.block_until_ready(compiled(x))
+        jax.block_until_ready(compiled(jnp.copy(x)))  # outside of any step
+    section = read_section(tmp_path, "made up", [compiled], annotation="step")
+    assert section.runs == 3
+    assert set(section.scopes) >= {"score", "select", "merge"}
+    assert len(section.busy) == 2
+    assert all(0 < busy <= section.wall for busy in section.busy.values())
+    assert 0 <= section.host_share < 1
+    assert sum(section.operations.values()) == pytest.approx(sum(section.scopes.values()))
+    with pytest.raises(ValueError, match="no annotation 'other step'"):
+        read_section(tmp_path, "made up", [compiled], annotation="other step")
+
+
+def test_the_tables_show_milliseconds_a_run_and_device():
+    section = Section(
+        "layer", 2, 0.02, {"a": 0.008, "b": 0.006}, {"score": 0.008, "merge": 0.004}, {}, {"a": [], "b": []}
+    )
+    assert section.host_share == pytest.approx(0.6)
+    table = scope_table(section, 2)
+    assert "10.00 ms a run, 60% of it" in str(table.title)
+    assert markdown_of([section], 2) == [
+        "| step | ms a run | host | score | merge |",
+        "|---|---|---|---|---|",
+        "| layer | 10.00 | 60% | 2.000 | 1.000 |",
+    ]
+
+
+@pytest.mark.slow
+def test_every_step_is_profiled_on_host_devices(tmp_path):
+    assert profile_step.main(["--tp", "2", "--runs", "1", "--out", str(tmp_path)]) == 0
+    sections = json.loads((tmp_path / "profile.json").read_text())["sections"]
+    assert len(sections) == 5
+    scopes = {scope for section in sections for scope in section["scopes"]}
+    assert {"encode", "score", "select", "attend"} <= scopes
+    assert all(list((tmp_path / name).rglob("*.xplane.pb")) for name in ("vision", "indexer", "decode"))

@@ -8,8 +8,9 @@ from jax import lax
 
 from dsa_indexer.rows import pad_rows
 
-LOGITS_BYTES = 256 << 20
-"""Default bytes of scores (float32) alive at once. Selecting needs a few times as much beside them."""
+LOGITS_BYTES = 512 << 20
+"""Default bytes of scores (float32) alive at once. Plain XLA selects with a few times as much beside them. On an H200,
+256 MiB take 4 % longer for 32768 rows and 8 % for an eighth of them: fewer, larger launches have fewer ends."""
 
 
 def chunk_of(count: int, *, multiple: int, item_bytes: int, budget: int) -> int:

@@ -1,5 +1,6 @@
 """The projections of an indexer: hidden states to index keys, queries and gates."""
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
@@ -52,6 +53,7 @@ class IndexProjections(nnx.Module):
     ) -> Float[Array, "T D"]:
         return self._rotate(self.k_norm(self.wk(x)), cos, sin)
 
+    @jax.named_scope("project")
     def queries(
         self,
         x: Float[Array, "T hidden"],
@@ -86,6 +88,7 @@ class Indexer(IndexProjections):
             raise ValueError(f"the config pools {config.pool} tokens into a key; use PooledIndexer")
         super().__init__(config, dtype)
 
+    @jax.named_scope("project")
     def keys(
         self,
         x: Float[Array, "T hidden"],

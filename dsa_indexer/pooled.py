@@ -183,6 +183,7 @@ class PooledIndexer(IndexProjections):
         self.index_kpool_compress_gate = param((config.head_dim, config.hidden_size), dtype)
         self.index_kpool_compress_ape = param((config.pool, config.head_dim), jnp.float32)
 
+    @jax.named_scope("project")
     def token_keys(
         self,
         x: Float[Array, "T hidden"],

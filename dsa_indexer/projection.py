@@ -21,7 +21,6 @@ Project = Callable[..., tuple[Array, Array]]
 """Arrays of m tokens -> q [m, H, D] and gates [m, H]; each row from its own token alone."""
 
 
-@jax.named_scope("project")
 def projection_rows(num_rows: int, platform: Platform) -> int:
     """Rows projected at once of a batch of num_rows: 64 on a CPU, on a GPU an eighth of the batch, within 64 and 4096,
     because tiles of 64 leave a GPU idle."""
@@ -30,6 +29,7 @@ def projection_rows(num_rows: int, platform: Platform) -> int:
     return min(max((1 << (num_rows // 8).bit_length()) >> 1, PROJECTION_ROWS), MOST_PROJECTION_ROWS)
 
 
+@jax.named_scope("project")
 def project_rows(
     project: Project, inputs: Any, *, batch: int | None = None, platform: Platform | None = None
 ) -> tuple[Array, Array]:

@@ -14,6 +14,7 @@ AMAX_FLOOR = 1e-4
 # there, half of the other format's limit, so that the same bytes mean half the value under twice the scale.
 _DEFAULT_LIMITS = {"float8_e4m3fn": 448.0, "float8_e4m3fnuz": 224.0}
 _FNUZ_ARCHS = ("gfx940", "gfx941", "gfx942")
+_FIRST_FP8_SM = 89
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,15 @@ class KeyFormat:
 
     @classmethod
     def fp8(cls, arch: str, *, power_of_two: bool = False) -> "KeyFormat":
-        """The float8 format of an accelerator (`vitstripe.platform.Platform.arch`; "" for CUDA and CPU).
+        """The float8 format of an accelerator (`vitstripe.platform.Platform.arch`; "" is CUDA or a CPU).
 
-        gfx940 to gfx942 multiply float8_e4m3fnuz; gfx950, gfx12 and CUDA multiply float8_e4m3fn. The same bits read as
-        the other format are off by a factor of two. Raises ValueError for an architecture without float8.
+        gfx940 to gfx942 multiply float8_e4m3fnuz; gfx950, gfx12 and CUDA from sm89 on multiply float8_e4m3fn. The same
+        bits read as the other format are off by a factor of two. Raises ValueError for an architecture without float8.
         """
         if arch in _FNUZ_ARCHS:
             return cls("float8_e4m3fnuz", power_of_two)
-        if arch in ("", "gfx950") or arch.startswith("gfx12"):
+        is_cuda = arch.startswith("sm") and int(arch.removeprefix("sm")) >= _FIRST_FP8_SM
+        if arch in ("", "gfx950") or arch.startswith("gfx12") or is_cuda:
             return cls("float8_e4m3fn", power_of_two)
         raise ValueError(f"{arch} has no float8 matrix units this library knows; use KeyFormat('bfloat16')")
 

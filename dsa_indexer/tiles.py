@@ -152,10 +152,8 @@ def has_tiles(platform: Platform) -> bool:
 
 
 def tile_key(platform: Platform) -> str:
-    """The row of a table for a platform: its ROCm architecture if listed, "sm90" on CUDA, else "default"."""
-    if platform.kind == "cuda":
-        return "sm90"
-    return platform.arch if platform.arch in _SCORES else "default"
+    """The row of a table for a platform: its `tile_arch` if listed, else "default"."""
+    return platform.tile_arch if platform.tile_arch in _SCORES else "default"
 
 
 def score_tile(platform: Platform, *, is_float8: bool) -> ScoreTile:

@@ -234,7 +234,7 @@ def _serve(argv: Sequence[str] | None) -> int:
         programs = start.vision_programs + start.language_programs
         console.print(
             f"ready after {time.perf_counter() - began:.1f} s, {programs} programs compiled and run on every device: "
-            f"http://{args.host}:{args.port}/v1",
+            f"http://{args.host}:{listener.getsockname()[1]}/v1",
             highlight=False,
             soft_wrap=True,
         )

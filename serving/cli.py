@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import json
+import threading
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -95,11 +96,25 @@ def _flag(name: str, value: Any, action: argparse.Action, file: str) -> list[str
         if not isinstance(value, bool):
             raise UsageError(f"--config {file}: {name} is {value!r}; it must be true or false")
         return [f"--{name}" if value else f"--no-{name}"]
-    if isinstance(value, dict):  # the flags that take JSON
-        return [f"--{name}={json.dumps(value)}"]
+    if isinstance(value, dict) and action.metavar == "JSON":
+        return [f"--{name}={json.dumps(value, default=str)}"]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise UsageError(f"--config {file}: {name} is {value!r}; it must be a text or a number")
     return [f"--{name}={value}"]
+
+
+def port(text: str) -> int:
+    number = int(text)
+    if not 0 <= number < 1 << 16:
+        raise argparse.ArgumentTypeError(f"{text} is not a port; choose one from 1 to 65535, or 0 for any that is free")
+    return number
+
+
+def seconds(text: str) -> float:
+    number = float(text)
+    if not 0 <= number <= threading.TIMEOUT_MAX:
+        raise argparse.ArgumentTypeError(f"{text} is not a time; give a number of seconds, 0 or more")
+    return number
 
 
 def parser() -> argparse.ArgumentParser:
@@ -124,7 +139,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--served-model-name", metavar="NAME", help="name in the API (default: the folder's name)")
     p.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    p.add_argument("--port", metavar="PORT", type=int, default=8000, help="port to listen on")
+    p.add_argument("--port", metavar="PORT", type=port, default=8000, help="port to listen on")
 
     g = p.add_argument_group("devices")
     g.add_argument(
@@ -247,7 +262,11 @@ def parser() -> argparse.ArgumentParser:
         "--profile-dir", metavar="FOLDER", help="where /start_profile writes its traces (default: no traces are made)"
     )
     g.add_argument(
-        "--profile-seconds", metavar="SECONDS", type=float, default=60.0, help="a trace ends by itself after this time"
+        "--profile-seconds",
+        metavar="SECONDS",
+        type=seconds,
+        default=60.0,
+        help="a trace ends by itself after this time",
     )
 
     g = p.add_argument_group("shutdown")
@@ -259,7 +278,7 @@ def parser() -> argparse.ArgumentParser:
         help="a device call that takes longer ends the server",
     )
     g.add_argument(
-        "--drain-seconds", metavar="SECONDS", type=float, default=30.0, help="time running requests get on shutdown"
+        "--drain-seconds", metavar="SECONDS", type=seconds, default=30.0, help="time running requests get on shutdown"
     )
     return p
 
@@ -295,7 +314,8 @@ def encoder_config(args: argparse.Namespace) -> EncoderConfig:
 def limits(args: argparse.Namespace) -> Limits:
     flag = "--limit-mm-data-per-request"
     image = _object(args.limit_mm_data_per_request, flag).get("image", 8)
-    return Limits(max_images=_whole_number(image, f"{flag} image"))
+    # What the watchdog waits for is not dead to clients and probes.
+    return Limits(max_images=_whole_number(image, f"{flag} image"), heartbeat_seconds=args.step_seconds)
 
 
 def image_hosts(args: argparse.Namespace) -> ImageHosts | None:

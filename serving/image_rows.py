@@ -76,7 +76,7 @@ class ImageRows:
         cache = self._encoder.cache
         now = (cache.hits, cache.misses, cache.evictions)
         hits, misses, evictions = (a - b for a, b in zip(now, self._seen, strict=True))
-        self._metrics.encoder_cache(hits=hits, misses=misses, evictions=evictions)
+        self._metrics.encoder_cache(hits=hits, misses=misses, evictions=evictions, pinned=cache.tokens_pinned)
         self._seen = now
 
     def _encode(self, encoder: VisionEncoder, group: Seq[Sequence], missing: dict[Sequence, list[int]]) -> None:

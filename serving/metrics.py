@@ -84,6 +84,7 @@ class Metrics:
         self._vit_padding = self._histogram(
             "vit_padded_patch_ratio", "Padded share of the patches of one call", _RATIOS
         )
+        self._rows_pinned = self._gauge("encoder_rows_pinned", "Rows of the image pool that requests hold")
         self._cache_hits = self._counter("encoder_cache_hits", "Images whose rows were found in the cache")
         self._cache_misses = self._counter("encoder_cache_misses", "Images that had to be encoded")
         self._cache_evictions = self._counter("encoder_cache_evictions", "Images dropped from the cache")
@@ -151,8 +152,9 @@ class Metrics:
         self._vit_lanes.observe(lanes_filled)
         self._vit_padding.observe(padded_ratio)
 
-    def encoder_cache(self, *, hits: int = 0, misses: int = 0, evictions: int = 0) -> None:
-        """What was added since the last call."""
+    def encoder_cache(self, *, hits: int = 0, misses: int = 0, evictions: int = 0, pinned: int = 0) -> None:
+        """What was added since the last call, and the rows that are pinned now."""
+        self._rows_pinned.set(pinned)
         self._cache_hits.inc(hits)
         self._cache_misses.inc(misses)
         self._cache_evictions.inc(evictions)

@@ -54,6 +54,7 @@ def test_steps_are_counted_only_while_all_requests_are_answered():
     late = reply(0.0, 0.5, 0.2, 11)
     assert step_interval([early, late]) == pytest.approx(0.2)
     assert math.isnan(step_interval([reply(0.0, 0.5, 0.2, 2)]))
+    assert math.isnan(step_interval([Reply(status=503)]))
 
 
 def test_lost_requests_and_compiles_after_ready_are_errors():
@@ -65,6 +66,16 @@ def test_lost_requests_and_compiles_after_ready_are_errors():
     assert len(wrong) == 2
     assert "second: ['500 ']" in wrong[0]
     assert "2 compiles after ready" in wrong[1]
+
+
+def test_a_sweep_is_judged_by_what_ran_and_not_by_what_did_not_fit():
+    options = parse_arguments(["--sweep"])
+    ran = {"prompt": 100, "concurrency": 4, "good": 4, "errors": [], "compiles_after_ready": 0.0}
+    too_large = {"prompt": 100, "concurrency": 16, "error": "out of memory"}
+    assert problems({"sweep": [ran, too_large]}, options) == []
+    assert problems({"sweep": [too_large]}, options) == ["no setting of the sweep ran"]
+    wrong = problems({"sweep": [ran | {"good": 3, "errors": ["500 "], "compiles_after_ready": 1.0}]}, options)
+    assert wrong == ["4 prompts of 100 tokens: ['500 ']", "4 prompts of 100 tokens: 1 compiles after ready"]
 
 
 def test_no_two_prompts_or_images_are_the_same_and_all_have_the_size_asked_for():

@@ -55,6 +55,12 @@ def test_a_step_that_fails_or_hangs_is_told_with_the_end_of_its_output(tmp_path)
     assert (hung.status, hung.output) == ("hung", ["waiting"])
 
 
+def test_results_cut_off_in_the_middle_lose_no_more_than_themselves(tmp_path):
+    code = "open('{}', 'w').write('[1, 2')".format(tmp_path / "half.json")
+    outcome = run_step(Step("made up", "", (), writes="half.json"), [sys.executable, "-c", code], tmp_path)
+    assert (outcome.status, outcome.results) == ("passed", None)
+
+
 def test_a_pytest_report_becomes_claims(tmp_path):
     (tmp_path / "tests.xml").write_text(
         "<testsuites><testsuite>"

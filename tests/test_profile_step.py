@@ -9,9 +9,10 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from dsa_indexer import project_rows
 from scripts.lib import profile_step
 from scripts.lib.profile_step import markdown_of, scope_table
-from scripts.lib.trace_scopes import OTHER, Section, read_section, scope_in
+from scripts.lib.trace_scopes import OTHER, Section, read_section, scope_in, scopes_of
 
 pytestmark = pytest.mark.multidevice
 
@@ -27,6 +28,12 @@ pytestmark = pytest.mark.multidevice
 )
 def test_the_innermost_scope_of_an_operation_counts(name, scope):
     assert scope_in(name) == scope
+
+
+def test_the_query_projection_has_a_scope_of_its_own():
+    run = jax.jit(lambda x: project_rows(lambda x: (x[:, None] * 2, x + 1), (x,)))
+    compiled = run.lower(jnp.ones((70, 3))).compile()
+    assert "project" in scopes_of([compiled]).values()
 
 
 def test_a_trace_gives_time_by_scope_and_device(mesh_of, tmp_path):
@@ -80,5 +87,5 @@ def test_every_step_is_profiled_on_host_devices(tmp_path):
     sections = json.loads((tmp_path / "profile.json").read_text())["sections"]
     assert len(sections) == 5
     scopes = {scope for section in sections for scope in section["scopes"]}
-    assert {"encode", "score", "select", "attend"} <= scopes
+    assert {"encode", "project", "score", "select", "merge", "attend"} <= scopes
     assert all(list((tmp_path / name).rglob("*.xplane.pb")) for name in ("vision", "indexer", "decode"))

@@ -58,10 +58,11 @@ def test_a_family_without_sizes_and_a_program_off_the_list_are_missing(monkeypat
 def program():
     """maker(body, **fields): a program of one float32 argument on 2 gfx950 devices, split over them."""
     mesh = rocm_mesh(2, "gfx950")
-    split = NamedSharding(mesh, PartitionSpec("tp"))
+    over_devices = PartitionSpec("tp")
+    split = NamedSharding(mesh, over_devices)
 
-    def make(body, out=PartitionSpec("tp"), **fields):
-        mapped = jax.shard_map(body, mesh=mesh, in_specs=PartitionSpec("tp"), out_specs=out, check_vma=False)
+    def make(body, out=over_devices, **fields):
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=over_devices, out_specs=out, check_vma=False)
         args = (jax.ShapeDtypeStruct((6, 32), jnp.float32, sharding=split),)
         return Program("made up/6", jax.jit(mapped), args, **fields)
 

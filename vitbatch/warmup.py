@@ -74,7 +74,7 @@ def compile_all(
         begin = time.perf_counter()
         lowered = program.lower()
         middle = time.perf_counter()
-        compiled = lowered.compile()
+        compiled = lowered.compile(compiler_options=dict(program.options) or None)
         return Compilation(program, compiled, middle - begin, time.perf_counter() - middle, from_disk.hit)
 
     if not programs:

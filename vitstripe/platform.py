@@ -6,10 +6,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
+_HOPPER_MEMORY = ("", "sm90", "sm100", "sm103")
+"""CUDA architectures with Hopper's 227 KiB of shared memory a block, an unnamed one among them; others have 163 or 99
+(CUDA C++ Programming Guide, technical specifications by compute capability)."""
+
 
 @dataclass(frozen=True)
 class Platform:
-    """kind: "cpu", "cuda" or "rocm". arch: "gfx942", "gfx950", ... on ROCm, "" elsewhere. name: marketing name."""
+    """kind: "cpu", "cuda" or "rocm". arch: "gfx942", "gfx950", ... on ROCm, "sm90", "sm89", ... on CUDA, "" on a CPU
+    and where it is not known. name: marketing name."""
 
     kind: str
     arch: str
@@ -20,6 +25,11 @@ class Platform:
         """bfloat16 on a GPU, float32 on a CPU."""
         return jnp.float32 if self.kind == "cpu" else jnp.bfloat16
 
+    @property
+    def tile_arch(self) -> str:
+        """The architecture that kernels' tiles are chosen for: "sm90" on CUDA where Hopper's fit, else `arch`."""
+        return "sm90" if self.kind == "cuda" and self.arch in _HOPPER_MEMORY else self.arch
+
 
 def platform_of(device: jax.Device) -> Platform:
     """Reads the platform of `device`. The compute capability is "gfx..." on ROCm and a number on CUDA."""
@@ -27,8 +37,10 @@ def platform_of(device: jax.Device) -> Platform:
     arch = capability.split(":")[0] if isinstance(capability, str) and capability.startswith("gfx") else ""
     if device.platform != "gpu":
         return Platform(device.platform, "", device.device_kind)
-    is_rocm = bool(arch) or "rocm" in device.client.platform_version.lower()
-    return Platform("rocm" if is_rocm else "cuda", arch, device.device_kind)
+    if arch or "rocm" in device.client.platform_version.lower():
+        return Platform("rocm", arch, device.device_kind)
+    arch = f"sm{capability.replace('.', '')}" if isinstance(capability, str) else ""
+    return Platform("cuda", arch, device.device_kind)
 
 
 def default_platform() -> Platform:

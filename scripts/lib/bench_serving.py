@@ -6,7 +6,6 @@ import datetime
 import json
 import math
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -23,8 +22,9 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from scripts.lib.load_clients import Reply, ask, ask_all, chat, get, image_of, metrics, text_of
+from scripts.lib.load_clients import Reply, ask, ask_all, chat, image_of, text_of
 from scripts.lib.made_up_model import SHAPES
+from scripts.lib.server_process import ServerProcess, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_SECONDS = 900
@@ -77,9 +77,7 @@ class Server:
 @contextlib.contextmanager
 def server(shape: str, *options: object) -> Iterator[Server]:
     """A fresh server in a process of its own, stopped at the end. Raises RuntimeError with the end of its log."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
         command = [sys.executable, "-m", "scripts.lib.made_up_server", "--shape", shape]
@@ -104,9 +102,13 @@ def server(shape: str, *options: object) -> Iterator[Server]:
 
 def _is_ready(port: int) -> bool:
     try:
-        return get(port, "/ready")[0] == 200
+        return _at(port).get("/ready")[0] == 200
     except OSError:
         return False
+
+
+def _at(port: int) -> ServerProcess:
+    return ServerProcess(f"http://127.0.0.1:{port}", None, None)
 
 
 def summary(replies: Sequence[Reply]) -> dict[str, Any]:
@@ -131,12 +133,14 @@ def summary(replies: Sequence[Reply]) -> dict[str, Any]:
 
 
 def compiles_after_ready(port: int) -> float:
-    return sum(n for name, n in metrics(port).items() if "compiles_total" in name and "after" in name)
+    return sum(n for name, n in _at(port).metrics().items() if "compiles_total" in name and "after" in name)
 
 
 def step_interval(replies: Sequence[Reply]) -> float:
     """Seconds from one decode step to the next while all requests are being answered: median over them."""
     good = [r for r in replies if r.is_good]
+    if not good:
+        return math.nan
     begin = max(r.sent + r.ttft for r in good)
     end = min(r.sent + r.seconds for r in good)
     gaps = []
@@ -289,6 +293,15 @@ def problems(found: dict[str, Any], options: argparse.Namespace) -> list[str]:
                 wrong.append(f"batching {one['batching']}, {burst}: {one[burst]['errors']}")
         if one["compiles_after_ready"]:
             wrong.append(f"batching {one['batching']}: {one['compiles_after_ready']:.0f} compiles after ready")
+    ran = [one for one in found.get("sweep", []) if "error" not in one]
+    if found.get("sweep") and not ran:
+        wrong.append("no setting of the sweep ran")
+    for one in ran:
+        setting = f"{one['concurrency']} prompts of {one['prompt']} tokens"
+        if one["good"] != one["concurrency"]:
+            wrong.append(f"{setting}: {one['errors']}")
+        if one["compiles_after_ready"]:
+            wrong.append(f"{setting}: {one['compiles_after_ready']:.0f} compiles after ready")
     return wrong
 
 

@@ -101,19 +101,3 @@ def ask(port: int, body: dict[str, Any], timeout: float = 600.0) -> Reply:
 def ask_all(port: int, bodies: Sequence[dict[str, Any]], concurrency: int) -> list[Reply]:
     with ThreadPoolExecutor(concurrency) as pool:
         return list(pool.map(lambda body: ask(port, body), bodies))
-
-
-def get(port: int, path: str) -> tuple[int, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-    try:
-        connection.request("GET", path)
-        response = connection.getresponse()
-        return response.status, response.read().decode()
-    finally:
-        connection.close()
-
-
-def metrics(port: int) -> dict[str, float]:
-    """Every series of /metrics, by name and labels."""
-    lines = (line.rsplit(" ", 1) for line in get(port, "/metrics")[1].splitlines() if not line.startswith("#"))
-    return {name: float(value) for name, value in lines}

@@ -6,6 +6,7 @@ else.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
@@ -220,7 +221,8 @@ def run_step(step: Step, command: list[str], out: Path) -> Outcome:
     outcome.output = log.read_text(errors="replace").splitlines()[-_KEPT_LINES:]
     results = out / step.writes
     if step.writes and results.is_file():
-        outcome.results = json.loads(results.read_text(encoding="utf-8"))
+        with contextlib.suppress(ValueError):  # killed while it wrote: its output is all there is
+            outcome.results = json.loads(results.read_text(encoding="utf-8"))
     return outcome
 
 

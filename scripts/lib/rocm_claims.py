@@ -69,15 +69,15 @@ CLAIMS = (
     Claim("lower", "float8 is multiplied in each architecture's own format ({float8})"),
     Claim(
         "isa",
-        "Every kernel compiles to machine code for {archs}: {kernels} kernels of {cases} cases, no spilled register, "
+        "Every kernel compiles to machine code ({archs}; {kernels} kernels, {cases} cases): no spilled register, "
         "shared memory fits, matrix instructions of the expected kind",
     ),
     Claim(
         "aot",
-        "{programs} SPMD programs pass XLA's GPU pipeline for 8 devices (CUDA's compiler, {topology}) with the "
-        "declared kinds of collectives; the largest takes {most} of temporary memory a device",
+        "The SPMD programs pass XLA's GPU pipeline for 8 devices ({programs} of them, CUDA's compiler, {topology}) "
+        "with the declared kinds of collectives; the largest takes {most} of temporary memory a device",
     ),
-    Claim("aot", "Selection of 2048 keys compiles to {selection} in the indexer's programs"),
+    Claim("aot", "What selects 2048 keys in the indexer's compiled programs: {selection}"),
     Claim("device", "Numbers equal the reference's{on}", test="test_numerics"),
     Claim("device", "The server answers right in bfloat16 and compiles nothing after ready{on}", test="test_warm_up"),
     Claim(

@@ -14,6 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_SECONDS = 1200  # seconds on an idle machine, minutes on a crowded one
+HELD = ("num_requests_running", "num_requests_waiting", "kv_pages_used", "encoder_rows_pinned")
+"""Gauges that are zero on an idle server."""
 
 
 def free_port() -> int:
@@ -90,8 +92,7 @@ def wait_ready(server: ServerProcess) -> None:
 
 def leaks(counts: dict[str, float]) -> dict[str, float]:
     """Gauges of an idle server that are not zero and should be."""
-    gauges = ("num_requests_running", "num_requests_waiting", "kv_pages_used", "encoder_rows_pinned")
-    return {name: counts[name] for name in gauges if counts.get(name)}
+    return {name: counts[name] for name in HELD if counts.get(name)}
 
 
 def settled(server: ServerProcess, seconds: float = 15.0) -> dict[str, float]:

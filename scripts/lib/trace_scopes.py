@@ -13,8 +13,8 @@ from pathlib import Path
 
 import jax
 
-SCOPES = ("plan", "encode", "splice", "project", "score", "select", "merge", "attend", "sample")
-"""Parts of a step, in the order they run. The innermost one that an operation's name holds counts."""
+SCOPES = ("encode", "splice", "project", "score", "select", "merge", "attend", "sample")
+"""Parts of a step on the devices, in the order they run. The innermost one that an operation's name holds counts."""
 
 OTHER = "other"
 

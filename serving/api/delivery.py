@@ -49,7 +49,8 @@ def orders_of(
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
         for k in range(options.n):
             name = f"{answer.id}-{len(made)}" if len(prompts) * options.n > 1 else answer.id
-            submission = Submission(name, prompt.ids, prompt.images, replace(params, seed=choice_seed(params.seed, k)))
+            seeded = replace(params, seed=choice_seed(params.seed, k))
+            submission = Submission(name, prompt.ids, prompt.images, seeded, options.cache_salt)
             stream = AnswerStream(tokenizer, options.text, parser())
             order = Order(submission, stream, ends, score_only=options.score_only, first_of_prompt=k == 0)
             made.append((order, _shown(answer, prompt, params, options, tokenizer)))

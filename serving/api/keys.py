@@ -78,7 +78,7 @@ def _lines(key: str | None, file: str | None, variable: str | None) -> list[str]
 
 
 class Gate:
-    """ASGI middleware that lets a request pass, or answers 401 or 403 before anything of its body is read.
+    """ASGI middleware that lets a request pass, or answers 401, 403 or 404 before anything of its body is read.
 
     Args:
         open_paths: exact paths that anybody may ask.
@@ -101,6 +101,9 @@ class Gate:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         path = scope["path"]
+        if not path.isprintable():
+            # A route's pattern also fits its path with a line break behind it, which none of the sets below holds.
+            return ApiError(404, "there is no such route", code="not_found")
         if path in self._open:
             return None
         if path in self._control:

@@ -145,6 +145,13 @@ def _common(limits: Limits) -> Json:
         "include_stop_str_in_output": boolean,
         "skip_special_tokens": boolean,
         "return_tokens_as_token_ids": boolean,
+        "cache_salt": _or_null(
+            {
+                "type": "string",
+                "minLength": 1,
+                "description": "Only requests with the same one find each other's prompts in the prefix cache",
+            }
+        ),
         "ignore_eos": boolean,
         "min_tokens": _number("integer", 0, None),
         "seed": _number("integer", -_INT64, _INT64 - 1),

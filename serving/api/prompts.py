@@ -37,7 +37,10 @@ def chat_prompt(
         ApiError: 400: the template refused the chat or does not place each image once.
     """
     _check_template(request, template)
-    shield = Shield(tokenizer.added_initials, request.texts())
+    try:
+        shield = Shield(tokenizer.added_initials, request.texts())
+    except TemplateFault as error:
+        raise invalid(str(error), "messages") from None
     messages = [_template_message(message, shield, template) for message in request.messages]
     tools = [_hidden(tool, shield) for tool in request.tools.declared]
     try:

@@ -13,10 +13,11 @@ IpAddress = IPv4Address | IPv6Address
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _MAX_CHARS = 4096
 _HOST = r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?(?:\.[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?)*"
-# Only characters that mean the same to every reader: no backslash, no blank, nothing outside ASCII, no bracket.
+# Only characters that mean the same to every reader: no backslash, no blank, nothing outside ASCII, no bracket. Without
+# re.ASCII the Kelvin sign would be a k, as its lower case is one.
 _PATH = r"[!$%&'()*+,\-./0-9:;=?@A-Z_a-z~]*"
-_URL = re.compile(rf"(https?)://({_HOST})\.?(?::([0-9]{{1,5}}))?((?:[/?]{_PATH})?)", re.IGNORECASE)
-_ENTRY = re.compile(rf"({_HOST})(?::([0-9]{{1,5}}))?", re.IGNORECASE)
+_URL = re.compile(rf"(https?)://({_HOST})\.?(?::([0-9]{{1,5}}))?((?:[/?]{_PATH})?)", re.IGNORECASE | re.ASCII)
+_ENTRY = re.compile(rf"({_HOST})(?::([0-9]{{1,5}}))?", re.IGNORECASE | re.ASCII)
 _ABSOLUTE = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 
 # What IPv6 calls global unicast. Everything that carries an IPv4 address and could be used to reach a private one lies

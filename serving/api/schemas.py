@@ -61,7 +61,8 @@ _UNBOUND = 1 << 31
 
 @dataclass(frozen=True)
 class Options:
-    """What chats and completions share. `max_tokens` None: as many as the context has room for."""
+    """What chats and completions share. `max_tokens` None: as many as the context has room for. `cache_salt`: see
+    Submission."""
 
     model: str | None
     max_tokens: int | None
@@ -73,6 +74,7 @@ class Options:
     running_usage: bool
     echo: bool = False
     tokens_as_ids: bool = False
+    cache_salt: str = ""
 
     @property
     def score_only(self) -> bool:
@@ -212,7 +214,15 @@ def _options(fields: Fields, limits: Limits, logprobs: int | None, *, echo: bool
         running_usage=stream_options is not None and stream_options.boolean("continuous_usage_stats"),
         echo=echo,
         tokens_as_ids=fields.boolean("return_tokens_as_token_ids"),
+        cache_salt=_cache_salt(fields),
     )
+
+
+def _cache_salt(fields: Fields) -> str:
+    salt = fields.text("cache_salt")
+    if salt == "":
+        raise invalid("cache_salt is empty, which keeps nothing apart; send a text or leave it out", "cache_salt")
+    return salt or ""
 
 
 def _logit_bias(fields: Fields, limits: Limits) -> tuple[tuple[int, float], ...]:

@@ -34,12 +34,18 @@ class Shield:
     Args:
         initials: first characters of all added tokens.
         texts: every caller's text of one request; stand-ins are chosen among characters that none of them holds.
+
+    Raises:
+        TemplateFault: the texts hold all but a few of the private-use characters.
     """
 
     def __init__(self, initials: Iterable[str], texts: Iterable[str]):
         used = set().union(*texts)
         free = (chr(code) for code in _PRIVATE_USE if chr(code) not in used)
-        pairs = [(ord(initial), ord(stand_in)) for initial, stand_in in zip(sorted(initials), free, strict=False)]
+        initials = sorted(initials)
+        pairs = [(ord(initial), ord(stand_in)) for initial, stand_in in zip(initials, free, strict=False)]
+        if len(pairs) < len(initials):
+            raise TemplateFault("the texts hold every private-use character of Unicode's last plane; leave some out")
         self._hide = dict(pairs)
         self._restore = {stand_in: initial for initial, stand_in in pairs}
 

@@ -203,6 +203,8 @@ def test_other_formats_cast_and_have_no_scale(rng):
         ("gfx950", "float8_e4m3fn", 448),
         ("gfx1201", "float8_e4m3fn", 448),
         ("", "float8_e4m3fn", 448),
+        ("sm89", "float8_e4m3fn", 448),
+        ("sm90", "float8_e4m3fn", 448),
     ],
 )
 def test_the_architecture_chooses_format_and_limit(arch, dtype, limit):
@@ -226,6 +228,7 @@ def test_the_two_formats_give_one_number_under_half_the_value_and_twice_the_scal
         (lambda: KeyFormat("float8_e4m3fnuz", limit=448.0), "holds magnitudes up to 240"),
         (lambda: KeyFormat("float8_e4m3fn", limit=0.0), r"limit is 0\.0"),
         (lambda: KeyFormat.fp8("gfx90a"), "gfx90a has no float8"),
+        (lambda: KeyFormat.fp8("sm80"), "sm80 has no float8"),
         (lambda: quantise(jnp.ones((2, 4)), KeyFormat("bfloat16")), "bfloat16 has no limit"),
     ],
 )

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
+from scripts.lib.server_process import HELD
 from serving.cli import DEMO_FOLDER
 from serving.config import EngineConfig
 from serving.engine import Engine
@@ -122,6 +123,6 @@ class Server:
         what is there must agree, so a page that was leaked or freed twice raises."""
         self.engine.check_invariants()
         scheduler, value = self.engine._scheduler, self.metrics.registry.get_sample_value
-        gauges = [value(f"vitstripe_{g}") for g in ("num_requests_running", "num_requests_waiting", "kv_pages_used")]
+        zero = all(value(f"vitstripe_{gauge}") == 0 for gauge in HELD)
         nothing = not scheduler.running and not scheduler.waiting and scheduler.pages.used == 0
-        return nothing and not self.engine._known and self.runner.encoder.cache.tokens_pinned == 0 and not any(gauges)
+        return nothing and not self.engine._known and self.runner.encoder.cache.tokens_pinned == 0 and zero

@@ -43,6 +43,7 @@ def test_what_a_file_leaves_out_has_its_default(tmp_path):
         ("prefix-cache = 1", "prefix-cache is 1; it must be true or false"),
         ("max-seqs = [1]", "max-seqs is [1]; it must be a text or a number"),
         ("max-seqs = true", "max-seqs is True; it must be a text or a number"),
+        ("[max-seqs]\na = 1", "max-seqs is {'a': 1}; it must be a text or a number"),
         ("max-seqs 3", "not readable as TOML"),
         ("max-seqs = 3", "no --model is given"),
     ],
@@ -59,9 +60,23 @@ def test_a_value_that_does_not_fit_its_flag_is_told_by_the_flag(tmp_path, capsys
     assert "--max-seqs: invalid int value: 'many'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--port", "65536"), ("--port", "-1"), ("--drain-seconds", "inf"), ("--profile-seconds", "nan")]
+)
+def test_a_number_that_the_system_would_choke_on_later_is_refused_at_once(capsys, flag: str, value: str):
+    with pytest.raises(SystemExit):
+        cli.arguments(["--model", "demo", f"{flag}={value}"])
+    assert f"{flag}: {value} is not a" in capsys.readouterr().err
+
+
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(cli.UsageError, match=r"absent\.toml: No such file"):
         cli.arguments(["--config", str(tmp_path / "absent.toml")])
+
+
+def test_clients_and_probes_wait_for_a_device_call_as_long_as_the_watchdog():
+    args = cli.arguments(["--model", "demo", "--step-seconds", "450"])
+    assert cli.limits(args).heartbeat_seconds == cli.engine_config(args, {}).step_seconds == 450
 
 
 def test_flags_are_not_guessed_from_their_beginnings(capsys):

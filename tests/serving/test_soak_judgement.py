@@ -8,8 +8,9 @@ import httpx
 import pytest
 
 from scripts.lib.mixed_traffic import CHAT, Clients, Job, Mix, Tally
-from scripts.lib.server_process import leaks
+from scripts.lib.server_process import HELD, leaks
 from scripts.lib.soak import Report, slope_per_minute
+from serving.metrics import Metrics
 from tests.serving.api.harness import FakeEngine, app_of, silent
 
 ASK = Job("chat", CHAT, {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 20})
@@ -147,6 +148,10 @@ def test_a_short_soak_does_not_judge_memory():
 def test_the_slope_is_a_minute_s_growth_after_the_settling():
     samples = [(0.0, 0.0), (60.0, 500.0)] + [(120.0 + t, 600.0 + 2 * t / 60) for t in range(0, 400, 7)]
     assert abs(slope_per_minute(samples, 120.0) - 2.0) < 1e-9
+
+
+def test_a_server_has_every_gauge_that_is_looked_at_for_leaks():
+    assert [Metrics().registry.get_sample_value(f"vitstripe_{gauge}") for gauge in HELD] == [0.0] * len(HELD)
 
 
 def test_gauges_that_are_not_zero_are_leaks():

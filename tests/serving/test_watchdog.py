@@ -7,7 +7,7 @@ import threading
 import time
 
 from serving.exits import Exit
-from serving.heartbeat import Heartbeat, Watchdog
+from serving.heartbeat import Heartbeat, Pulse, Watchdog
 
 
 class Watched:
@@ -50,6 +50,27 @@ def test_a_call_that_does_not_come_back_is_told_and_ends_the_process(capfd):
     stacks = capfd.readouterr().err
     assert "Thread 0x" in stacks
     assert "test_watchdog.py" in stacks, "the stacks say where each thread is"
+
+
+def test_a_process_that_was_frozen_and_goes_on_is_not_taken_for_dead():
+    looks = []
+
+    def beat_after_the_look() -> Pulse:
+        looks.append(heart.age)
+        heart.beat()
+        return "running"
+
+    heart, told = Heartbeat(), []
+    heart._at -= 100.0
+    dog = Watchdog(heart, limit=8.0, pulse=beat_after_the_look, on_hang=told.append, leave=lambda: None)
+    assert "no sign of life" in dog._fault()
+    heart._at -= 100.0
+    dog.start()
+    while len(looks) < 3:
+        time.sleep(0.05)
+    dog.stop()
+    assert looks[1] > 100 > 8 > looks[2]
+    assert told == []
 
 
 def test_a_thread_that_is_gone_is_found_at_once():

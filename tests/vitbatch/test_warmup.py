@@ -151,6 +151,13 @@ def test_a_program_that_does_not_compile_ends_the_warm_up():
         compile_all(programs, None, lambda done: None)
 
 
+def test_a_program_is_compiled_with_its_own_options():
+    shape = jax.ShapeDtypeStruct((3,), jnp.float32)
+    program = Program("p", jax.jit(lambda x: x + 1), (shape,), options={"xla_option_of_nobody": 1})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_option_of_nobody"):
+        compile_all([program], None, lambda done: None)
+
+
 # ---- the disk cache ----
 
 CACHED = BucketLadder((128, 192))

@@ -51,10 +51,8 @@ _WINDOW_TILES: dict[str, AttentionTile] = {
 
 
 def tile_key(platform: Platform) -> str:
-    """The row of the table for a platform: its ROCm architecture if listed, "sm90" on CUDA, else "default"."""
-    if platform.kind == "cuda":
-        return "sm90"
-    return platform.arch if platform.arch in _TILES else "default"
+    """The row of the table for a platform: its `tile_arch` if listed, else "default"."""
+    return platform.tile_arch if platform.tile_arch in _TILES else "default"
 
 
 def window_tile(platform: Platform) -> AttentionTile:

@@ -74,10 +74,8 @@ _EXTEND = {
 
 
 def tile_key(platform: Platform) -> str:
-    """The row of a table for a platform: its ROCm architecture if listed, "sm90" on CUDA, else "default"."""
-    if platform.kind == "cuda":
-        return "sm90"
-    return platform.arch if platform.arch in _DECODE else "default"
+    """The row of a table for a platform: its `tile_arch` if listed, else "default"."""
+    return platform.tile_arch if platform.tile_arch in _DECODE else "default"
 
 
 def decode_tile(platform: Platform) -> DecodeTile:

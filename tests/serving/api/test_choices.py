@@ -329,6 +329,13 @@ def test_every_wish_reaches_the_engine():
     assert engine.submissions[1].params.top_k == 0
 
 
+def test_a_cache_salt_reaches_every_choice_of_its_request_alone():
+    engine = FakeEngine()
+    assert chat(app_of(engine), cache_salt="of alice", n=2).status_code == 200
+    assert complete(app_of(engine), "a").status_code == 200
+    assert [submission.cache_salt for submission in engine.submissions] == ["of alice", "of alice", ""]
+
+
 def test_usage_can_come_with_every_chunk():
     options = {"include_usage": True, "continuous_usage_stats": True}
     events = chunks(chat(app_of(FakeEngine("abc")), stream=True, stream_options=options))

@@ -136,6 +136,7 @@ def test_a_surrogate_pair_is_a_character():
         ({"stop_token_ids": [272]}, "stop_token_ids", "not in the vocabulary of 272"),
         ({"stop_token_ids": [1] * 65}, "stop_token_ids", "the limit is 64"),
         ({"echo": True}, "echo", "not supported"),
+        ({"cache_salt": ""}, "cache_salt", "keeps nothing apart"),
     ],
 )  # fmt: skip
 def test_a_bad_field_is_a_400_that_names_it(fields: dict[str, Any], param: str, says: str):

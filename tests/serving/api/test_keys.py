@@ -80,6 +80,12 @@ def test_without_an_admin_key_control_routes_are_closed_to_everybody(keys: Keys 
     assert "without an admin key" in error_of(response)["message"]
 
 
+@pytest.mark.parametrize("keys", [None, BOTH])
+def test_a_line_break_behind_its_path_does_not_open_a_control_route(keys: Keys | None):
+    response = call(app_of(FakeEngine(), keys=keys), "POST", "/start_profile%0A", headers=bearer(API))
+    assert (response.status_code, error_of(response)["code"]) == (404, "not_found")
+
+
 def test_refusals_are_counted_and_logged_by_route(caplog):
     metrics = Metrics()
     with caplog.at_level("INFO"):

@@ -45,6 +45,8 @@ def test_a_plain_address_is_read_into_its_parts(text, parts):
         ("http://a.example/x\r\nHost: b.example", "not plain"),
         ("http://a.example\t/x", "not plain"),
         ("http://a.example/\u00e9", "not plain"),
+        ("http://a.example/\N{KELVIN SIGN}", "not plain"),
+        ("http://\N{KELVIN SIGN}.example/x", "not plain"),
         ("http://a\u3002example/x", "not plain"),
         ("http://\u24d0.example/x", "not plain"),
         ("http://[::1]/x", "not plain"),

@@ -118,6 +118,12 @@ def test_a_text_that_uses_the_stand_ins_itself_comes_back_unchanged():
     assert shown(ids).split("\n")[1] == text
 
 
+def test_texts_that_leave_no_stand_in_are_refused():
+    every = "".join(map(chr, range(0x100000, 0x10FFFE)))
+    with pytest.raises(ApiError, match="private-use"):
+        encode([{"type": "text", "text": "<|im_end|>"}, {"type": "text", "text": every}])
+
+
 def test_a_template_can_still_trim_and_test_hidden_text():
     template = ChatTemplate(
         "{% for m in messages %}[{{ m.content | trim }}{% if 'x' in m.content %}!{% endif %}]{% endfor %}"

@@ -3,13 +3,11 @@
 import json
 from typing import Any
 
-import jax
-
 from vitbatch.config import EncoderConfig, VisionConfig
 from vitbatch.images import ImageProcessor, read_processor
 from vitbatch.towers import family_of
 from vitstripe.checkpoint import Binding, Checkpoint, CheckpointError, bind
-from vitstripe.platform import platform_of
+from vitstripe.platform import default_platform
 
 _PREFIXES = ("model.visual.", "visual.")
 
@@ -67,7 +65,7 @@ def bind_tower(checkpoint: Checkpoint, *, dtype: Any = None) -> Binding:
     dtype: of the parameters; None is the default platform's (bfloat16 on a GPU, float32 on a CPU).
     """
     config = vision_config(checkpoint)
-    dtype = platform_of(jax.devices()[0]).default_dtype if dtype is None else dtype
+    dtype = default_platform().default_dtype if dtype is None else dtype
     return bind(
         checkpoint,
         lambda: family_of(config.model_type).build(config, dtype),

@@ -58,7 +58,7 @@ def test_an_encoder_decides_when_asked_and_logs_each_answer_once(encoder_of, mon
     encoder = encoder_of(1, (512,), pool_tokens=64)
     with caplog.at_level(logging.INFO, "vitbatch.encoder"):
         assert [encoder.batches_requests() for _ in range(3)] == [True] * 3
-        monkeypatch.setattr("vitbatch.encoder.platform_of", lambda device: Platform("rocm", "gfx950", "MI355X"))
+        monkeypatch.setattr("vitbatch.encoder.platform_of_mesh", lambda mesh: Platform("rocm", "gfx950", "MI355X"))
         assert [encoder.batches_requests() for _ in range(3)] == [False] * 3
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2

@@ -1,4 +1,4 @@
-"""One server for all clients: they are shown against the same engine, one after another."""
+"""One server for all clients of a file: they are shown against the same engine, one after another."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,8 @@ import pytest
 from tests.serving.clients.served import Served, serve
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
+    # No longer than a file: its guard counts whatever this process compiles.
     with serve() as running:
         yield running

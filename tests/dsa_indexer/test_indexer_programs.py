@@ -65,7 +65,10 @@ def _kernels(text: str) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("case", CASES)
+# One case takes a minute; tests/test_rocm_programs.py lowers a form of each program in the default run.
+@pytest.mark.parametrize(
+    "case", [case if i == 0 else pytest.param(case, marks=pytest.mark.slow) for i, case in enumerate(CASES)]
+)
 def test_every_program_lowers_for_rocm_with_its_declared_collectives_and_its_kernels(case):
     config, form, arch, merge, tp = CASES[case]
     mesh, platform = rocm_mesh(tp, arch), Platform("rocm", arch, "")

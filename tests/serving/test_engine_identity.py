@@ -108,6 +108,7 @@ def test_each_of_64_requests_gets_its_own_answer_on_one_device(solo, images):
     check(events, server, images, (16, 4096))
 
 
+@pytest.mark.slow
 @pytest.mark.multidevice
 def test_each_of_64_requests_gets_its_own_answer_on_two_devices(solo, images):
     check(solo[1], start(2), images, (64,))

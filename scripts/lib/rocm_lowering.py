@@ -54,6 +54,18 @@ def rocm_mesh(tp: int, arch: str) -> AbstractMesh:
     return AbstractMesh(*shape, abstract_device=device)
 
 
+def custom_calls_in(text: str) -> set[str]:
+    """Targets of a lowered program's custom calls, without those that mark the edges of a shard_map."""
+    found = set(re.findall(r"custom_call @([\w.$]+)", text)) | set(re.findall(r'call_target_name = "([^"]+)"', text))
+    return found - SHARDING_CALLS
+
+
+def kernels_in(text: str) -> set[str]:
+    """Names of the Pallas kernels that a lowered program calls."""
+    calls = [line for line in text.splitlines() if any(f"@{call}(" in line for call in KERNEL_CALLS)]
+    return {name for line in calls for name in re.findall(r'\bname = "(\w+)"', line)}
+
+
 def _on(mesh: AbstractMesh) -> AbstractContextManager[Any]:
     # A kernel outside any shard_map asks the mesh in force for its device.
     return jax.sharding.use_abstract_mesh(mesh) if hasattr(jax.sharding, "AbstractDevice") else nullcontext()
@@ -86,8 +98,7 @@ def examine(text: str, program: Program, kind: str, tp: int, arch: str) -> Lower
     partitions = re.search(r"mhlo\.num_partitions = (\d+)", text)
     if partitions is None or int(partitions[1]) != tp:
         problems.append(f"partitioned for {partitions[1] if partitions else 'no'} devices, not {tp}")
-    calls = set(re.findall(r"custom_call @([\w.$]+)", text)) | set(re.findall(r'call_target_name = "([^"]+)"', text))
-    if unknown := sorted(calls - SHARDING_CALLS - KERNEL_CALLS):
+    if unknown := sorted(custom_calls_in(text) - KERNEL_CALLS):
         problems.append(f"custom calls that ROCm may lack: {', '.join(unknown)}")
     if "callback" in text:
         problems.append("calls back to the host")
@@ -97,15 +108,10 @@ def examine(text: str, program: Program, kind: str, tp: int, arch: str) -> Lower
     allowed = _FLOAT8[str(KeyFormat.fp8(arch).dtype)]
     if wrong := [kind for kind in float8 if kind != allowed]:
         problems.append(f"float8 of kind {', '.join(wrong)}; {arch} multiplies {allowed}")
-    kernels = [
-        name
-        for line in text.splitlines()
-        if any(f"@{call}(" in line for call in KERNEL_CALLS)
-        for name in re.findall(r'\bname = "(\w+)"', line)
-    ]
+    kernels = kernels_in(text)
     if absent := [name for name in EXPECTED_KERNELS.get(kind, ()) if name not in kernels]:
         problems.append(f"runs as plain XLA, without {' and '.join(absent)}")
-    return Lowered(found, tuple(sorted(set(kernels))), float8, tuple(problems))
+    return Lowered(found, tuple(sorted(kernels)), float8, tuple(problems))
 
 
 @dataclass

@@ -1,11 +1,10 @@
 """Every language program lowers for ROCm from a CPU, with the declared collectives and the declared kernels, and with
 nothing a ROCm build lacks."""
 
-import re
-
 import jax.numpy as jnp
 import pytest
 
+from scripts.lib.rocm_lowering import KERNEL_CALLS, custom_calls_in, kernels_in
 from serving.config import EngineConfig
 from serving.lm import LanguageModel, LmShapes
 from serving.models import bind_decoder
@@ -14,8 +13,6 @@ from vitstripe import collectives_in
 from vitstripe.mesh import make_mesh
 from vitstripe.platform import Platform
 
-SHARDING = {"Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"}
-TRITON = "__gpu$xla.gpu.triton"
 GFX942 = Platform("rocm", "gfx942", "")
 # A head dimension that the attention kernels serve, which the small checkpoint has not.
 SERVED_HEADS = {"head_dim": 64, "rope_parameters": {"rope_theta": 1e4, "mrope_section": [12, 10, 10]}}
@@ -36,16 +33,6 @@ def lowered(program) -> str:
     return program.fn.trace(*program.args).lower(lowering_platforms=("rocm",)).as_text()
 
 
-def custom_calls(text: str) -> set[str]:
-    return set(re.findall(r"custom_call @([\w.$]+)", text)) - SHARDING
-
-
-def kernels_in(text: str) -> set[str]:
-    """Names of the Pallas kernels."""
-    calls = [line for line in text.splitlines() if f"@{TRITON}" in line]
-    return {re.findall(r'\bname = "(\w+)"', line)[0] for line in calls}
-
-
 @pytest.mark.parametrize("tp", [1, 2, 8])
 @pytest.mark.parametrize(("family", "pool"), [("qwen3_vl", (48, 192)), ("glm_moe_dsa", (0, 0))])
 def test_every_program_lowers_for_rocm(goldens, family, pool, tp):
@@ -57,7 +44,7 @@ def test_every_program_lowers_for_rocm(goldens, family, pool, tp):
         text = lowered(program)
         assert collectives_in(text) == dict(program.collectives), program.name
         assert f"mhlo.num_partitions = {tp} : i32" in text, program.name
-        assert custom_calls(text) <= {TRITON}, program.name
+        assert custom_calls_in(text) <= KERNEL_CALLS, program.name
         assert "callback" not in text
 
 

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 
+from scripts.lib.rocm_lowering import KERNEL_CALLS, custom_calls_in, kernels_in, lower_for_rocm, rocm_mesh
 from tests.helpers import GOLDENS, det, relative_error
 from vitbatch import Bucket, BucketLadder, EncoderConfig, VisionEncoder
 from vitbatch.checkpoint import bind_tower, image_processor, vision_config
@@ -109,14 +110,6 @@ def test_rows_have_the_same_bits_alone_or_in_company_and_anywhere_in_a_lane(towe
     np.testing.assert_array_equal(tower_of(family, 2).encode_frames([*company, image])[3], alone)
 
 
-def rocm_mesh(tp: int, arch: str) -> AbstractMesh:
-    """Devices that this machine lacks. Newer JAX asks what they are where a kernel is lowered."""
-    known = {}
-    if hasattr(jax.sharding, "AbstractDevice"):
-        known["abstract_device"] = jax.sharding.AbstractDevice(device_kind=arch, num_cores=None, platform="rocm")
-    return AbstractMesh((tp,), ("tp",), (AxisType.Auto,), **known)
-
-
 def lowered_for_rocm(family: str, tp: int, arch: str, block: int, dtype: Any) -> tuple[Program, str]:
     """A program of the family's tower, and its text."""
     opened, mesh = Checkpoint(GOLDENS / family), rocm_mesh(tp, arch)
@@ -128,7 +121,7 @@ def lowered_for_rocm(family: str, tp: int, arch: str, block: int, dtype: Any) ->
     pool = jax.ShapeDtypeStruct((100, vision.row_width), dtype, sharding=everywhere)
     taps = family_of(vision.model_type).num_taps
     program = bucket_program(encode, state, pool, vision, taps, mesh, "tp", Bucket(192, block))
-    return program, program.fn.trace(*program.args).lower(lowering_platforms=("rocm",)).as_text()
+    return program, lower_for_rocm(program, mesh)
 
 
 ROCM_CASES = [*((family, 8, "gfx950", 64) for family in FAMILIES)]
@@ -144,17 +137,11 @@ def test_a_bf16_program_lowers_for_rocm_with_the_kernel_and_one_all_gather(famil
     assert sum(program.collectives.values()) == (tp > 1)
     assert "stablehlo.convolution" not in text
     assert "callback" not in text
+    assert custom_calls_in(text) <= KERNEL_CALLS
     assert kernels_in(text) == {"packed_attention"} | ({"window_attention"} if family == "qwen2_5_vl" else set())
 
 
 @pytest.mark.multidevice
 def test_a_float32_program_lowers_for_rocm_without_the_kernel():
     _, text = lowered_for_rocm("qwen3_vl", 2, "gfx950", 64, jnp.float32)
-    assert kernels_in(text) == set()
-
-
-def kernels_in(text: str) -> set[str]:
-    """Names of the Triton kernels that a lowered program calls; fails if it calls anything else."""
-    calls = set(re.findall(r"custom_call @([\w.$]+)", text))
-    assert calls <= {"Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape", "__gpu$xla.gpu.triton"}
-    return set(re.findall(r'custom_call @__gpu\$xla\.gpu\.triton.*?name = "(\w+)"', text))
+    assert custom_calls_in(text) == set()

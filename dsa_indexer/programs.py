@@ -25,7 +25,6 @@ from dsa_indexer.replicated import topk_rows
 from dsa_indexer.rows import RowBatch
 from dsa_indexer.sparse_mla import sparse_mla
 from dsa_indexer.striped import striped_topk_rows
-from dsa_indexer.tiles import runs_kernels
 from vitstripe import Program, require_auto_axis
 from vitstripe.platform import Platform, platform_of_mesh
 
@@ -134,7 +133,7 @@ def programs(
     def on_every_device(fn: Callable[..., Array]) -> Callable[..., Array]:
         """The partitioner knows nothing of what happens inside a kernel, so it is not asked: each device runs its own.
         The checker of varying axes knows as little."""
-        if tp == 1 or not runs_kernels(platform):
+        if tp == 1 or not platform.runs_kernels:
             return fn
         whole = PartitionSpec()
         return jax.shard_map(fn, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)

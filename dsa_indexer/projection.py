@@ -8,7 +8,6 @@ from jax import lax
 from jaxtyping import Array
 
 from dsa_indexer.chunks import map_chunks
-from dsa_indexer.tiles import runs_kernels
 from vitstripe.platform import Platform, default_platform
 
 PROJECTION_ROWS, MOST_PROJECTION_ROWS = 64, 4096
@@ -24,7 +23,7 @@ Project = Callable[..., tuple[Array, Array]]
 def projection_rows(num_rows: int, platform: Platform) -> int:
     """Rows projected at once of a batch of num_rows: 64 on a CPU, on a GPU an eighth of the batch, within 64 and 4096,
     because tiles of 64 leave a GPU idle."""
-    if not runs_kernels(platform):
+    if not platform.runs_kernels:
         return PROJECTION_ROWS
     return min(max((1 << (num_rows // 8).bit_length()) >> 1, PROJECTION_ROWS), MOST_PROJECTION_ROWS)
 

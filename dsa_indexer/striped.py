@@ -20,7 +20,6 @@ from dsa_indexer.projection import Project, project_rows
 from dsa_indexer.replicated import topk_rows
 from dsa_indexer.rows import RowBatch, require_rows
 from dsa_indexer.stripes import deal_back, place_owned, take_owned
-from dsa_indexer.tiles import runs_kernels
 from dsa_indexer.topk import NOTHING_FORCED, ForcedTokens, require_k
 from vitstripe import require_auto_axis
 from vitstripe.platform import Platform, platform_of_mesh
@@ -147,7 +146,7 @@ def _everywhere(
 ) -> Callable[..., Array]:
     # An all-gather's result counts as varying, and of a kernel's result the checker knows nothing, so it would refuse
     # the replicated output. Tests compare every device's copy instead.
-    checked = stripes.merge == "pmax" and not runs_kernels(platform)
+    checked = stripes.merge == "pmax" and not platform.runs_kernels
     replicated = PartitionSpec()
     return jax.shard_map(body, mesh=mesh, in_specs=replicated, out_specs=replicated, check_vma=checked)
 

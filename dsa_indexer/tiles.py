@@ -141,33 +141,21 @@ _SPARSE_OF_FEW_HEADS = {"sm90": SparseTile(heads=16, keys=64, warps=4, stages=2,
 _FEW_HEADS = 32
 
 
-def runs_kernels(platform: Platform) -> bool:
-    """Whether kernels are compiled for this platform at all."""
-    return platform.kind in ("cuda", "rocm")
-
-
 def has_tiles(platform: Platform) -> bool:
     """Whether the tables name this architecture, instead of giving it what suits any."""
-    return tile_key(platform) != "default"
-
-
-def tile_key(platform: Platform) -> str:
-    """The row of a table for a platform: its `tile_arch` if listed, else "default"."""
-    return platform.tile_arch if platform.tile_arch in _SCORES else "default"
+    return platform.tile_arch in _SCORES
 
 
 def score_tile(platform: Platform, *, is_float8: bool) -> ScoreTile:
     """The tile of the logits kernel for keys of one byte (is_float8) or two."""
-    key = tile_key(platform)
-    return _FLOAT8_SCORES[key] if is_float8 and key in _FLOAT8_SCORES else _SCORES[key]
+    return platform.row_of(_SCORES | _FLOAT8_SCORES if is_float8 else _SCORES)
 
 
 def select_tile(platform: Platform) -> SelectTile:
     """The tile of the selection kernels."""
-    return _SELECT[tile_key(platform)]
+    return platform.row_of(_SELECT)
 
 
 def sparse_tile(platform: Platform, *, heads: int) -> SparseTile:
     """The tile of the sparse attention kernel for that many heads on a device."""
-    key = tile_key(platform)
-    return _SPARSE_OF_FEW_HEADS[key] if heads <= _FEW_HEADS and key in _SPARSE_OF_FEW_HEADS else _SPARSE[key]
+    return platform.row_of(_SPARSE | _SPARSE_OF_FEW_HEADS if heads <= _FEW_HEADS else _SPARSE)

@@ -1,10 +1,14 @@
 """Which accelerator this is. ROCm devices report their platform as "gpu", like CUDA's."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
+
+_Row = TypeVar("_Row")
 
 _HOPPER_MEMORY = ("", "sm90", "sm100", "sm103")
 """CUDA architectures with Hopper's 227 KiB of shared memory a block, an unnamed one among them; others have 163 or 99
@@ -29,6 +33,15 @@ class Platform:
     def tile_arch(self) -> str:
         """The architecture that kernels' tiles are chosen for: "sm90" on CUDA where Hopper's fit, else `arch`."""
         return "sm90" if self.kind == "cuda" and self.arch in _HOPPER_MEMORY else self.arch
+
+    @property
+    def runs_kernels(self) -> bool:
+        """Whether Pallas kernels are compiled for this platform at all."""
+        return self.kind in ("cuda", "rocm")
+
+    def row_of(self, table: Mapping[str, _Row]) -> _Row:
+        """The row of a table by architecture: that of `tile_arch` if listed, else "default"."""
+        return table[self.tile_arch] if self.tile_arch in table else table["default"]
 
 
 def platform_of(device: jax.Device) -> Platform:

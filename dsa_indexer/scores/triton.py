@@ -25,7 +25,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Float32, Int32
 
 from dsa_indexer.quant import KeyFormat
-from dsa_indexer.tiles import ScoreTile, has_tiles, runs_kernels, score_tile
+from dsa_indexer.tiles import ScoreTile, has_tiles, score_tile
 from vitstripe.platform import Platform
 
 _PROGRAMS, _SHORTEST_RUN = 1024, 8
@@ -189,7 +189,7 @@ def _call(
 
 def takes(q: Array, keys: Array, platform: Platform) -> bool:
     """Whether the kernel scores queries and keys [..., D] of these dtypes and sizes on this platform."""
-    if not runs_kernels(platform):
+    if not platform.runs_kernels:
         return False
     heads, dim = q.shape[-2:]
     # Which float8 an architecture multiplies is known only of those in the table.

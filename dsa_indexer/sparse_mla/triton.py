@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int32
 
-from dsa_indexer.tiles import SparseTile, runs_kernels, sparse_tile
+from dsa_indexer.tiles import SparseTile, sparse_tile
 from vitstripe.platform import Platform
 
 LARGEST_VALUE_DIM, LARGEST_REST, LARGEST_K = 512, 128, 8192
@@ -249,4 +249,4 @@ def _refusal(q: Array, kv: Array, indices: Array, value_dim: int) -> str | None:
 
 def takes(q: Array, kv: Array, indices: Array, value_dim: int, platform: Platform) -> bool:
     """Whether the kernel serves arrays of these dtypes and sizes on this platform."""
-    return runs_kernels(platform) and _refusal(q, kv, indices, value_dim) is None
+    return platform.runs_kernels and _refusal(q, kv, indices, value_dim) is None

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32, Int32
 
-from dsa_indexer.tiles import runs_kernels
 from dsa_indexer.topk import reference, threshold
 from dsa_indexer.topk.order import INT_MAX, NOTHING_FORCED, ForcedTokens, window_order
 from dsa_indexer.topk.triton import LARGEST_K, select_topk_triton
@@ -61,7 +60,7 @@ def select_topk(
     nothing is compared.
     """
     platform = platform or default_platform()
-    if implementation is None and runs_kernels(platform) and k <= LARGEST_K:
+    if implementation is None and platform.runs_kernels and k <= LARGEST_K:
         return select_topk_triton(scores, ks, lengths, k=k, forced=forced, platform=platform)
     select = IMPLEMENTATIONS[implementation or DEFAULT]
 

@@ -23,7 +23,6 @@ from dsa_indexer import Indexer, IndexerConfig, RowBatch, inverse_frequencies, p
 from dsa_indexer.chunks import LOGITS_BYTES
 from dsa_indexer.scores import ROW_TILE, row_scores
 from dsa_indexer.stripes import imbalance, take_owned
-from dsa_indexer.tiles import runs_kernels
 from dsa_indexer.topk import IMPLEMENTATIONS, select_topk
 from vitstripe.platform import platform_of
 
@@ -155,7 +154,7 @@ class Bench:
             if values is None:
                 values = jnp.asarray(rng.normal(size=(num_rows, num_keys)), jnp.float32)
             results = {}
-            for implementation in (*([None] if runs_kernels(self.device) else []), *IMPLEMENTATIONS):
+            for implementation in (*([None] if self.device.runs_kernels else []), *IMPLEMENTATIONS):
                 run = partial(select_topk, k=o.k, implementation=implementation)
                 what = f"select, {name}{implementation or 'kernel'}"
                 out = self.line(num_rows, num_keys, what, run, (values, ks, lengths), read)

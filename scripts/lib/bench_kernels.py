@@ -355,7 +355,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
     platform = platform_of(jax.devices()[0])
-    if platform.kind not in ("cuda", "rocm"):
+    if not platform.runs_kernels:
         print(f"error: the kernels need a GPU; this machine has {platform.kind} ({platform.name})", file=sys.stderr)
         return 1
     bench = Bench(platform)

@@ -50,13 +50,8 @@ _WINDOW_TILES: dict[str, AttentionTile] = {
 }
 
 
-def tile_key(platform: Platform) -> str:
-    """The row of the table for a platform: its `tile_arch` if listed, else "default"."""
-    return platform.tile_arch if platform.tile_arch in _TILES else "default"
-
-
 def window_tile(platform: Platform) -> AttentionTile:
-    return _WINDOW_TILES[tile_key(platform)]
+    return platform.row_of(_WINDOW_TILES)
 
 
 def attention_tile(
@@ -64,10 +59,10 @@ def attention_tile(
 ) -> AttentionTile:
     """block: patches a block; no image of a tiny lane has more rows than the least tile. rows: of all heads together;
     None for many. Raises ValueError when head_dim is larger than any row of the table serves."""
-    by_head_dim = _TILES[tile_key(platform)]
+    by_head_dim = platform.row_of(_TILES)
     tile = next((tile for most, tile in by_head_dim.items() if head_dim <= most), None)
     if tile is None:
         most = max(by_head_dim)
         raise ValueError(f"head dimension {head_dim} is over {most}, the largest the attention kernel serves")
-    few = rows is not None and rows <= tile.queries * _PROCESSORS[tile_key(platform)]
+    few = rows is not None and rows <= tile.queries * platform.row_of(_PROCESSORS)
     return window_tile(platform) if few or block < ATTENTION_BLOCK else tile

@@ -43,10 +43,7 @@ def kernel_serves(q: Float[Array, "C H D"], platform: Platform) -> bool:
     """Whether the kernels run on this platform in q's dtype and head dimension."""
     head_dim = q.shape[2]
     return (
-        platform.kind in ("cuda", "rocm")
-        and q.dtype == jnp.bfloat16
-        and head_dim % 8 == 0
-        and _SMALLEST_PIECE <= head_dim <= 128
+        platform.runs_kernels and q.dtype == jnp.bfloat16 and head_dim % 8 == 0 and _SMALLEST_PIECE <= head_dim <= 128
     )
 
 

@@ -73,14 +73,9 @@ _EXTEND = {
 }
 
 
-def tile_key(platform: Platform) -> str:
-    """The row of a table for a platform: its `tile_arch` if listed, else "default"."""
-    return platform.tile_arch if platform.tile_arch in _DECODE else "default"
-
-
 def decode_tile(platform: Platform) -> DecodeTile:
-    return _DECODE[tile_key(platform)]
+    return platform.row_of(_DECODE)
 
 
 def extend_tile(platform: Platform) -> ExtendTile:
-    return _EXTEND[tile_key(platform)]
+    return platform.row_of(_EXTEND)

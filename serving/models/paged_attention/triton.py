@@ -48,7 +48,7 @@ def serves(q: Array, k_pages: Array, tile_request: Array, num_groups: int, platf
     """Whether the kernels take these shapes and dtypes on this platform."""
     rows = q.shape[0] // max(tile_request.shape[0], 1)
     return (
-        platform.kind in ("cuda", "rocm")
+        platform.runs_kernels
         and q.dtype in (jnp.bfloat16, jnp.float16)
         and q.dtype == k_pages.dtype
         and q.shape[-1] in _HEAD_DIMS

@@ -112,7 +112,7 @@ def create_app(
     app = Starlette(
         routes=routes,
         middleware=[
-            Middleware(Observer, metrics=metrics, routes=paths),
+            Middleware(Observer, metrics=metrics, routes=paths, probes=_OPEN_PATHS),
             Middleware(Gate, keys=keys or Keys(), open_paths=_OPEN_PATHS, control_paths=CONTROL_PATHS),
         ],
         exception_handlers={ApiError: on_api_error, HTTPException: _on_http_exception},

@@ -21,12 +21,16 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 class Observer:
-    """ASGI middleware. Endpoints add to the log line through `log_fields`; payloads never go there."""
+    """ASGI middleware. Endpoints add to the log line through `log_fields`; payloads never go there.
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, routes: Collection[str]):
+    probes: routes that are asked every second by whoever watches the server. Their lines are of level DEBUG, and to say
+    that the server is not ready counts as no rejection.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, routes: Collection[str], probes: Collection[str]):
         self._app = app
         self._metrics = metrics
-        self._routes = frozenset(routes)
+        self._routes, self._probes = frozenset(routes), frozenset(probes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -60,12 +64,13 @@ class Observer:
             code = code or CLIENT_CLOSED
             route = self._route(scope["path"])
             self._metrics.http_response(route, code)
-            if "error" in fields:
+            is_probe = route in self._probes
+            if "error" in fields and not is_probe:
                 self._metrics.rejected(fields["error"])
             line = {"request_id": trace_id, "method": scope["method"], "route": route, "status": code}
             seconds = round(time.perf_counter() - started, 4)
             line = line | fields | {"seconds": seconds}
-            logger.info("%s", json.dumps(line), extra={"fields": line})
+            logger.log(logging.DEBUG if is_probe else logging.INFO, "%s", json.dumps(line), extra={"fields": line})
 
     def _route(self, path: str) -> str:
         if path in self._routes:

@@ -408,6 +408,17 @@ def test_request_ids_are_kept_if_plain_and_made_otherwise():
         assert len(made) == 32
 
 
+def test_looking_at_the_server_is_neither_logged_nor_counted_as_rejected(caplog):
+    app = app_of(FakeEngine(state="starting"))
+    with caplog.at_level(logging.INFO):
+        assert [call(app, "GET", path).status_code for path in ("/ready", "/health", "/metrics")] == [503, 200, 200]
+        assert call(app, "POST", CHAT, json={"messages": USER}).status_code == 503
+    assert [json.loads(r.message)["route"] for r in caplog.records if r.name == "serving.http"] == [CHAT]
+    rejected = [line for line in call(app, "GET", "/metrics").text.splitlines() if "reject" in line and line[0] != "#"]
+    assert rejected
+    assert sum(float(line.split()[-1]) for line in rejected if "_created" not in line) == 1
+
+
 def test_two_requests_with_one_request_id_are_two_requests_in_the_engine():
     engine = FakeEngine()
     for _ in range(2):

@@ -22,7 +22,7 @@ from serving.models.step import Step
 from serving.sampling import SampleArgs, Seats, fill_seat, greedy, sample, score
 from vitstripe.checkpoint import abstract_state
 from vitstripe.platform import Platform, platform_of_mesh
-from vitstripe.program import Program
+from vitstripe.program import Program, zeros_of
 
 REPLICATED = PartitionSpec()
 SCORE_ROWS = 64
@@ -127,10 +127,7 @@ class LanguageModel:
 
     def new_caches(self) -> list[dict[str, jax.Array]]:
         """Zeroed caches, placed on the mesh."""
-        abstract = self.abstract_caches()
-        shardings = jax.tree.map(lambda a: a.sharding, abstract)
-        make = jax.jit(lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), abstract), out_shardings=shardings)
-        return make()
+        return zeros_of(self.abstract_caches())
 
     # -- programs
 
@@ -161,9 +158,7 @@ class LanguageModel:
 
     def new_seats(self) -> Seats:
         """Empty seats, placed on the mesh."""
-        abstract = self.abstract_seats()
-        shardings = jax.tree.map(lambda a: a.sharding, abstract)
-        return jax.jit(lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), abstract), out_shardings=shardings)()
+        return zeros_of(self.abstract_seats())
 
     def _shard_map(self, body: Callable, in_specs: tuple, out_specs: Any) -> Callable:
         # The logits' all_gather and the stripes' merge give every device the same value, which the replication check

@@ -33,6 +33,7 @@ from vitstripe import Program, require_auto_axis
 from vitstripe.checkpoint import Checkpoint, load, raise_problems
 from vitstripe.checkpoint import Progress as LoadProgress
 from vitstripe.platform import platform_of, platform_of_mesh
+from vitstripe.program import zeros_of
 
 logger = logging.getLogger("vitbatch.encoder")
 
@@ -99,7 +100,7 @@ class VisionEncoder:
         self._pool_shape = jax.ShapeDtypeStruct(
             (self.cache.capacity, self.row_width), self.dtype, sharding=NamedSharding(mesh, PartitionSpec())
         )
-        self._pool = _zeros(self._pool_shape)
+        self._pool = zeros_of(self._pool_shape)
         self._compiled: dict[tuple[Bucket, str], Compilation] = {}
         self._calls = 0
         self._workers: Workers | None = None
@@ -495,8 +496,3 @@ def _as_float32(rows: np.ndarray) -> Float[np.ndarray, "T W"]:
     halves = np.zeros((*rows.shape, 2), np.uint16)
     halves[..., 1] = rows.view(np.uint16)
     return halves.view(np.float32)[..., 0]
-
-
-def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
-    """Made on the devices: a pool can be gigabytes."""
-    return jax.jit(lambda: jnp.zeros(shape.shape, shape.dtype), out_shardings=shape.sharding)()

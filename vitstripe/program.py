@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,12 @@ class Program:
     def compile(self) -> jax.stages.Compiled:
         """Compiles ahead of time. The result raises on another shape, dtype or sharding instead of compiling again."""
         return self.lower().compile(compiler_options=dict(self.options) or None)
+
+
+def zeros_of(abstract: Any) -> Any:
+    """Zeros for a pytree of jax.ShapeDtypeStruct with shardings. Made on the devices: a cache can be gigabytes."""
+    shardings = jax.tree.map(lambda a: a.sharding, abstract)
+    return jax.jit(lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), abstract), out_shardings=shardings)()
 
 
 _SYMBOL = r'("[^"]+"|[\w.]+)'

@@ -5,10 +5,10 @@ import base64
 import http.client
 import json
 import re
-import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +17,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).resolve().parents[2]
+from scripts.lib.server_process import ROOT, ServerProcess, serving
+
 DIGITS = ROOT / "serving" / "assets" / "digits"
 PHOTOS = ROOT / "tests" / "data" / "photos"
 SPARSE_MODEL = ROOT / "tests" / "goldens" / "glm_moe_dsa"
@@ -43,57 +44,13 @@ class Reply:
     calls: list[int] = field(default_factory=list)
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def get(port: int, path: str) -> tuple[int, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-    try:
-        connection.request("GET", path)
-        response = connection.getresponse()
-        return response.status, response.read().decode()
-    finally:
-        connection.close()
-
-
-def wait_ready(server: subprocess.Popen, port: int) -> None:
-    deadline = time.monotonic() + READY_SECONDS
-    while time.monotonic() < deadline:
-        if server.poll() is not None:
-            raise SystemExit(f"the server ended with code {server.returncode} before it was ready; see above")
-        try:
-            if get(port, "/ready")[0] == 200:
-                return
-        except OSError:
-            pass
-        time.sleep(0.2)
-    raise SystemExit(f"the server was not ready after {READY_SECONDS} s: {get(port, '/ready')[1]}")
-
-
 @contextmanager
-def serving(model: str, port: int):
-    """A server of its own process on TP host devices, ready; stopped at the end."""
-    command = [sys.executable, "-m", "serving", "--model", model, "--tp", str(TP), "--port", str(port)]
-    console.print(f"\n[bold]$ python -m {' '.join(command[2:])}[/bold]")
-    server = subprocess.Popen(command, cwd=ROOT)
-    try:
-        wait_ready(server, port)
+def started(model: str) -> Iterator[ServerProcess]:
+    """A server of its own process on TP host devices, ready; stopped at the end. What it says is shown."""
+    flags = ["--model", model, "--tp", str(TP)]
+    console.print(f"\n[bold]$ python -m serving {' '.join(flags)}[/bold]")
+    with serving(flags, None, READY_SECONDS) as server:
         yield server
-    finally:
-        server.terminate()
-        try:
-            server.wait(40)
-        except subprocess.TimeoutExpired:
-            server.kill()
-
-
-def metrics(port: int) -> dict[str, float]:
-    """Every series of /metrics, keyed by name and labels."""
-    lines = (line.rsplit(" ", 1) for line in get(port, "/metrics")[1].splitlines() if not line.startswith("#"))
-    return {name.removeprefix("vitstripe_"): float(value) for name, value in lines}
 
 
 def stream(port: int, path: str, body: dict, reply: Reply) -> Reply:
@@ -247,12 +204,12 @@ def compare_selections(prompt: str) -> tuple[int, int]:
     return int(match[2]), int(match[1])
 
 
-def sparse_path(port: int) -> list[str]:
+def sparse_path(server: ServerProcess) -> list[str]:
     """The long prompt on the sparse-attention server; prints its table, returns what is wrong."""
     prompt = long_prompt()
     body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-    reply = stream(port, "/v1/completions", body, Reply("long prompt", None))
-    counts = metrics(port)
+    reply = stream(server.port, "/v1/completions", body, Reply("long prompt", None))
+    counts = server.metrics()
     striped = counts['indexer_rows_total{path="striped"}']
     replicated = counts['indexer_rows_total{path="replicated"}']
     compiles = counts['compiles_total{stage="after_ready"}']
@@ -291,13 +248,12 @@ def main() -> int:
     )
     parser.add_argument("--keep", action="store_true", help="leave the first server up at the end, until Ctrl-C")
     options = parser.parse_args()
-    began, port = time.perf_counter(), free_port()
-    with serving("demo", port) as server:
-        replies = burst(port)
+    began = time.perf_counter()
+    with started("demo") as server:
+        replies = burst(server.port)
         show_burst(replies)
-        problems = check_burst(replies, metrics(port))
-        other = free_port()
-        with serving(str(SPARSE_MODEL.relative_to(ROOT)), other):
+        problems = check_burst(replies, server.metrics())
+        with started(str(SPARSE_MODEL.relative_to(ROOT))) as other:
             problems += sparse_path(other)
         for problem in problems:
             console.print(f"[red]FAILED[/red] {problem}")
@@ -305,12 +261,11 @@ def main() -> int:
             console.print(f"\n[green]all right[/green] after {time.perf_counter() - began:.0f} s")
         if options.keep:
             body = json.dumps({"messages": [{"role": "user", "content": "digit?"}], "max_tokens": 4})
-            console.print(
-                f"\nthe digit reader is still up; try\n  curl -s http://127.0.0.1:{port}/v1/chat/completions \\"
-            )
+            console.print(f"\nthe digit reader is still up; try\n  curl -s {server.url}/v1/chat/completions \\")
             console.print(f"    -H 'content-type: application/json' -d '{body}'\nCtrl-C stops it.", markup=False)
+            assert server.process is not None
             try:
-                server.wait()
+                server.process.wait()
             except KeyboardInterrupt:
                 console.print("stopping")
     return 1 if problems else 0

@@ -14,19 +14,14 @@ log-probabilities that lm-eval got are compared with those that the checkpoint's
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from scripts.lib.server_process import serving
 
 TASKS = Path(__file__).parent / "eval_tasks"
 OWN = ("vitstripe_choice", "vitstripe_text", "vitstripe_write")
@@ -49,37 +44,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--verify", action="store_true", help="compare with the decoder run directly (small models)")
     parser.add_argument("--serve", default="", help="further flags of the server that is started, as one string")
     return parser.parse_args()
-
-
-@contextmanager
-def server(model: str, length: int, flags: str) -> Iterator[str]:
-    """A server of our own on a free port; its log is shown if it fails."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    context = str(length + 512)
-    command = [sys.executable, "-m", "serving", "--model", model, "--port", str(port), "--max-model-len", context]
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen([*command, *flags.split()], stdout=log, stderr=subprocess.STDOUT)
-        try:
-            url = f"http://127.0.0.1:{port}"
-            print(f"starting a server on {model}, {url}", file=sys.stderr)
-            while not is_ready(url):
-                if process.poll() is not None:
-                    log.seek(0)
-                    raise SystemExit(f"error: the server ended with {process.returncode}:\n{log.read()}")
-                time.sleep(0.5)
-            yield url
-        finally:
-            process.terminate()
-            process.wait(60)
-
-
-def is_ready(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/ready", timeout=5):
-            return True
-    except (urllib.error.URLError, OSError):
-        return False
 
 
 def model_of(url: str) -> dict[str, Any]:
@@ -120,8 +84,9 @@ def samples(out: Path, task: str) -> list[dict[str, Any]]:
 
 def verify(folder: Path, out: Path) -> bool:
     """Compares the loglikelihoods of our own tasks with the decoder's."""
-    from direct_scores import DirectScores
     from transformers import AutoTokenizer
+
+    from scripts.lib.direct_scores import DirectScores
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     direct = DirectScores(folder)
@@ -162,8 +127,10 @@ def main() -> int:
         if args.url:
             evaluate(args.url.rstrip("/").removesuffix("/v1"), folder, tasks, args, out)
         else:
-            with server(args.model, args.length, args.serve) as url:
-                evaluate(url, folder, tasks, args, out)
+            flags = ["--model", args.model, "--max-model-len", str(args.length + 512), *args.serve.split()]
+            print(f"starting a server on {args.model}", file=sys.stderr)
+            with serving(flags, Path(scratch) / "server.log") as server:
+                evaluate(server.url, folder, tasks, args, out)
         missing = [task for task in tasks if not samples(out, task)]
         if missing:
             print(f"error: no answers were recorded for {', '.join(missing)}", file=sys.stderr)

@@ -9,11 +9,12 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_SECONDS = 1200  # seconds on an idle machine, minutes on a crowded one
+_STOP_SECONDS = 40.0
 HELD = ("num_requests_running", "num_requests_waiting", "kv_pages_used", "encoder_rows_pinned")
 """Gauges that are zero on an idle server."""
 
@@ -25,7 +26,7 @@ def free_port() -> int:
 
 
 class ServerProcess:
-    """url: of a running server. pid, rss: of its process, None where it was started by somebody else."""
+    """url: of a running server. process, log: None where it was started by somebody else, or logs to the terminal."""
 
     def __init__(self, url: str, process: subprocess.Popen[bytes] | None, log: Path | None):
         self.url, self.process, self.log = url, process, log
@@ -48,6 +49,10 @@ class ServerProcess:
         pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
         return pages * 4096 / 2**20
 
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
+
     def is_alive(self) -> bool:
         return self.process is None or self.process.poll() is None
 
@@ -60,24 +65,28 @@ class ServerProcess:
 
 
 @contextmanager
-def serving(flags: Sequence[str], log: Path) -> Iterator[ServerProcess]:
-    """A ready `python -m serving` with these flags; its output goes to `log`. Killed at the end if it still runs."""
+def serving(flags: Sequence[str], log: Path | None, ready_seconds: float = READY_SECONDS) -> Iterator[ServerProcess]:
+    """A ready `python -m serving` with these flags; its output goes to `log`, or where ours goes. Told to stop at the
+    end if it still runs, and killed if it does not."""
     port = free_port()
     command = [sys.executable, "-m", "serving", *flags, "--port", str(port)]
-    with log.open("wb") as out:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
+    with nullcontext() if log is None else log.open("wb") as out:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=None if log is None else subprocess.STDOUT)
     server = ServerProcess(f"http://127.0.0.1:{port}", process, log)
     try:
-        wait_ready(server)
+        wait_ready(server, ready_seconds)
         yield server
     finally:
-        if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
 
 
-def wait_ready(server: ServerProcess) -> None:
-    deadline = time.monotonic() + READY_SECONDS
+def wait_ready(server: ServerProcess, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if not server.is_alive():
             raise SystemExit(f"error: the server ended before it was ready:\n{server.log_tail()}")
@@ -87,7 +96,7 @@ def wait_ready(server: ServerProcess) -> None:
         except OSError:
             pass
         time.sleep(0.5)
-    raise SystemExit(f"error: the server was not ready after {READY_SECONDS} s:\n{server.log_tail()}")
+    raise SystemExit(f"error: the server was not ready after {seconds:g} s:\n{server.log_tail()}")
 
 
 def leaks(counts: dict[str, float]) -> dict[str, float]:

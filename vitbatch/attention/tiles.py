@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from vitbatch.config import ATTENTION_BLOCK
 from vitstripe.platform import Platform
+from vitstripe.tiles import require_tile
 
 
 @dataclass(frozen=True)
@@ -20,12 +21,7 @@ class AttentionTile:
     stages: int
 
     def __post_init__(self):
-        for name, least in (("queries", ATTENTION_BLOCK), ("keys", 16)):
-            size = getattr(self, name)
-            if size < least or size & (size - 1):
-                raise ValueError(f"AttentionTile.{name} is {size}; it must be a power of two of at least {least}")
-        if self.warps not in (1, 2, 4, 8, 16) or self.stages < 1:
-            raise ValueError(f"AttentionTile has {self.warps} warps and {self.stages} stages")
+        require_tile(self, queries=ATTENTION_BLOCK, keys=16)
 
 
 # The largest head dimension a row serves -> tile. Rows of ROCm architectures were chosen by what the compiler reports

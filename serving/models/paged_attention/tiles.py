@@ -7,20 +7,9 @@ least two waves a SIMD; `scripts/check_rocm --isa` prints it); nobody has timed 
 from dataclasses import dataclass
 
 from vitstripe.platform import Platform
+from vitstripe.tiles import require_tile
 
 _SMALLEST_SIDE = 16  # of a matrix instruction
-
-
-def _check(owner: object, *sides: str) -> None:
-    for name in sides:
-        size = getattr(owner, name)
-        if size < _SMALLEST_SIDE or size & (size - 1):
-            raise ValueError(
-                f"{type(owner).__name__}.{name} is {size}; it must be a power of two of at least {_SMALLEST_SIDE}"
-            )
-    warps, stages = (getattr(owner, name) for name in ("warps", "stages"))
-    if warps not in (1, 2, 4, 8, 16) or stages < 1:
-        raise ValueError(f"{type(owner).__name__} has {warps} warps and {stages} stages")
 
 
 @dataclass(frozen=True)
@@ -37,7 +26,7 @@ class DecodeTile:
     stages: int
 
     def __post_init__(self):
-        _check(self, "keys", "part")
+        require_tile(self, keys=_SMALLEST_SIDE, part=_SMALLEST_SIDE)
         if self.part < self.keys:
             raise ValueError(f"DecodeTile.part is {self.part}, less than a block of {self.keys} keys")
 
@@ -56,7 +45,7 @@ class ExtendTile:
     stages: int
 
     def __post_init__(self):
-        _check(self, "queries", "keys")
+        require_tile(self, queries=_SMALLEST_SIDE, keys=_SMALLEST_SIDE)
 
 
 _DECODE = {

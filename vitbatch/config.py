@@ -12,9 +12,12 @@ BATCHING = ("auto", "always", "never")
 ATTENTION_BLOCK = 64
 """Patches an attention block; every image starts at a multiple of it in its lane, and every capacity is one."""
 
-TINY_BLOCK = 16
-"""Patches a block of a tiny lane, which holds images of at most ATTENTION_BLOCK patches: one of 4x4 takes 16 rows there
+TINY_BLOCK = 4
+"""Patches a block of a tiny lane, which holds images of at most ATTENTION_BLOCK patches: one of 6x6 takes 36 rows there
 and not 64."""
+
+TINY_ROOM = 16
+"""Patches of a tiny lane that an image takes at least, so that a lane has few of them."""
 
 # Smaller lanes take as long: a launch of few rows does not fill a device.
 _SMALLEST_CAPACITY = 256
@@ -27,8 +30,13 @@ MAX_BUCKETS = 14
 
 
 def align(patches: int, block: int = ATTENTION_BLOCK) -> int:
-    """`patches` rounded up to whole attention blocks: the room an image takes in a lane."""
+    """`patches` rounded up to whole blocks."""
     return -(-patches // block) * block
+
+
+def room(patches: int, block: int = ATTENTION_BLOCK) -> int:
+    """Patches of a lane in blocks of `block` that an image takes."""
+    return max(align(patches, block), TINY_ROOM)
 
 
 @dataclass(frozen=True)
@@ -219,7 +227,7 @@ class BucketLadder:
     """The lane capacities (patches a lane) that programs exist for.
 
     capacities: ascending, each a multiple of 64. tiny: capacities of lanes that only hold images of at most 64 patches,
-    which start at multiples of 16 there; none by default.
+    which start at multiples of 4 there; none by default.
     """
 
     capacities: tuple[int, ...]

@@ -1,6 +1,6 @@
 """What a device knows of the images in its lane, besides their pixels. All of it is planned on the host.
 
-A lane of C patches is B blocks of 64 patches, or of 16 in a tiny lane, whose images have at most 64. An image takes
+A lane of C patches is B blocks of 64 patches, or of 4 in a tiny lane, whose images have at most 64. An image takes
 whole blocks; its last one may be partly padding:
 
     patch   0        64       128      192      256

@@ -2,7 +2,7 @@
 
 calls    images in first-seen order, cut where the least padding is computed, within the patch budget
 lanes    a call's images, longest first, each to the least loaded lane
-layout   in a lane, images back to back, each starting at a multiple of 64 patches (of 16 in a tiny lane):
+layout   in a lane, images back to back, each starting at a multiple of 64 patches (of 4 in a tiny lane):
 
     lane 0   | image 3          |gap| image 0  |gap| padding ... |   capacity = smallest bucket that holds
     lane 1   | image 1    |gap| image 2 |gap| padding .......... |   the fullest lane
@@ -17,7 +17,7 @@ from functools import cache
 import numpy as np
 from jaxtyping import Int
 
-from vitbatch.config import ATTENTION_BLOCK, TINY_BLOCK, Bucket, BucketLadder, VisionConfig, align
+from vitbatch.config import ATTENTION_BLOCK, TINY_BLOCK, Bucket, BucketLadder, VisionConfig, align, room
 from vitbatch.lanes import LaneInputs, Segments
 from vitbatch.windows import add_windows, no_windows
 
@@ -131,7 +131,7 @@ def _place(sizes: Sequence[int], lanes: int, quadratic: float, block: int = ATTE
         used = 0
         for image in held:
             lane_of[image], start_of[image] = lane, used
-            used += align(sizes[image], block)
+            used += room(sizes[image], block)
         fullest = max(fullest, used)
     return _Placed(tuple(lane_of), tuple(start_of), fullest)
 
@@ -194,8 +194,8 @@ def _cheapest_split(
     save is worth the search; tiny lanes where the next images are tiny.
     """
     total = [0, *np.cumsum(sizes).tolist()]
-    room = [0, *np.cumsum([align(size) for size in sizes]).tolist()]
-    tiny_room = [0, *np.cumsum([align(size, TINY_BLOCK) for size in sizes]).tolist()]
+    taken = [0, *np.cumsum([room(size) for size in sizes]).tolist()]
+    tiny_taken = [0, *np.cumsum([room(size, TINY_BLOCK) for size in sizes]).tolist()]
 
     @cache
     def best(first: int) -> tuple[int, tuple[tuple[int, int, Bucket], ...]]:
@@ -208,7 +208,7 @@ def _cheapest_split(
             limit = max(first + 1, bisect_right(total, total[first] + max_call_patches) - 1)
         capacity = ladder.bucket_for(max(lane_patches, *sizes[first:limit]))
         while True:
-            stop = min(limit, bisect_right(room, room[first] + lanes * capacity) - 1)
+            stop = min(limit, bisect_right(taken, taken[first] + lanes * capacity) - 1)
             while stop > first:
                 longest = min(capacity, ladder.bucket_for(max(lane_patches, *sizes[first:stop])))
                 placed = _place(sizes[first:stop], lanes, quadratic).fullest
@@ -224,15 +224,15 @@ def _cheapest_split(
                 found = cost, ((first, stop, Bucket(bucket)), *calls)
             smaller = [c for c in ladder.capacities if c < bucket]
             # No padding but the gaps between images, lanes in perfect balance, and at least one call more.
-            least = (room[-1] - room[first]) / lanes + 2 * _CALL_COST
+            least = (taken[-1] - taken[first]) / lanes + 2 * _CALL_COST
             if not smaller or found[0] <= _GOOD_ENOUGH * least:
                 break
             capacity = smaller[-1]
         assert found is not None, "an image fits the largest bucket, which is tried first"
         for capacity in ladder.tiny:
             tiny = Bucket(capacity, TINY_BLOCK)
-            stop, most = first, tiny_room[first] + lanes * capacity
-            while stop < limit and sizes[stop] <= tiny.longest and tiny_room[stop + 1] <= most:
+            stop, most = first, tiny_taken[first] + lanes * capacity
+            while stop < limit and sizes[stop] <= tiny.longest and tiny_taken[stop + 1] <= most:
                 stop += 1
             while stop > first and _place(sizes[first:stop], lanes, quadratic, TINY_BLOCK).fullest > capacity:
                 stop -= 1

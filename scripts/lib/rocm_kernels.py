@@ -18,6 +18,7 @@ from scripts.lib.amd_isa import LDS_BYTES, KernelReport
 from serving.config import ROW_TILE
 from serving.models.paged_attention.triton import paged_attention_triton
 from vitbatch.attention.triton import attend_triton, attend_windows_triton
+from vitbatch.config import ATTENTION_BLOCK
 from vitbatch.lanes import Segments
 from vitstripe.platform import Platform
 
@@ -47,8 +48,8 @@ def _array(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
 
 def _attention(platform: Platform) -> Iterator[KernelCase]:
     heads, mfma = 16, _BF16[platform.arch]
-    for label, capacity, block in (("", 4096, 64), (" of one image", 1024, 64), (" of tiny images", 1024, 16)):
-        blocks = _array(capacity // block)
+    for label, capacity in (("", 4096), (" of one image", 1024)):
+        blocks = _array(capacity // ATTENTION_BLOCK)
         for head_dim in (64, 72, 80, 128):
             x = _array(capacity, heads, head_dim, dtype=jnp.bfloat16)
             fused = _array(capacity, 3 * heads, head_dim, dtype=jnp.bfloat16)

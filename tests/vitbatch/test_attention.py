@@ -15,13 +15,13 @@ from vitbatch.lanes import Segments
 from vitbatch.windows import add_windows, no_windows, window_order
 
 
-def segments_of(lengths: list[int], capacity: int, block: int = 64) -> Segments[np.ndarray]:
-    first, end = np.arange(capacity // block, dtype=np.int32), np.zeros(capacity // block, np.int32)
+def segments_of(lengths: list[int], capacity: int) -> Segments[np.ndarray]:
+    first, end = np.arange(capacity // 64, dtype=np.int32), np.zeros(capacity // 64, np.int32)
     start = 0
     for length in lengths:
-        own = slice(start // block, (start + align(length, block)) // block)
+        own = slice(start // 64, (start + align(length)) // 64)
         first[own], end[own] = own.start, start + length
-        start += align(length, block)
+        start += align(length)
     assert start <= capacity
     return Segments(first, end)
 
@@ -50,22 +50,8 @@ def test_each_image_sees_all_of_itself_and_nothing_else(lengths, capacity, chunk
     assert relative_error(got[real], want[real]) < 2e-6
 
 
-@pytest.mark.parametrize("chunk", [3, 64])
-def test_tiny_images_stand_in_blocks_of_16(chunk):
-    lengths, capacity = [64, 16, 36, 4, 60], 256
-    qkv, segments = random_qkv(capacity, 3, 20), segments_of(lengths, capacity, 16)
-    got, want = run(qkv, segments, chunk), attend_reference(*qkv, segments.first, segments.end)
-    at = starts(lengths, 16)
-    real = np.concatenate([np.arange(s, s + n) for s, n in zip(at, lengths, strict=True)])
-    assert relative_error(got[real], want[real]) < 2e-6
-    assert not got[at[-1] + 64 :].any()
-    # The third image alone at the start of a lane: the same bits.
-    alone = [np.roll(x, -at[2], axis=0) for x in qkv]
-    np.testing.assert_array_equal(run(alone, segments_of([36], capacity, 16), chunk)[:36], got[at[2] : at[2] + 36])
-
-
-def starts(lengths: list[int], block: int = 64) -> list[int]:
-    return np.cumsum([0] + [align(n, block) for n in lengths[:-1]]).tolist()
+def starts(lengths: list[int]) -> list[int]:
+    return np.cumsum([0] + [align(n) for n in lengths[:-1]]).tolist()
 
 
 def test_rows_that_see_no_key_are_zero_and_not_nan():
@@ -121,7 +107,7 @@ def every_jaxpr(jaxpr):
 
 
 def test_a_lane_of_partial_blocks_is_refused():
-    with pytest.raises(ValueError, match="100 patches in 2 blocks: a block has 64 patches, or 16"):
+    with pytest.raises(ValueError, match="100 patches in 2 blocks: a block has 64 patches, or 4"):
         run(random_qkv(100, 2, 16), Segments(np.zeros(2, np.int32), np.zeros(2, np.int32)), 1)
 
 

@@ -42,7 +42,7 @@ def test_the_binding_takes_every_vision_tensor_and_nothing_else(checkpoint):
     opened = Checkpoint(checkpoint)
     binding = bind_tower(opened)
     assert (binding.name, binding.problems) == ("vision", [])
-    taken = {name for names in binding.sources.values() for name in names}
+    taken = {source.tensor for found in binding.sources.values() for source in found}
     assert taken == {name for name in opened.tensors if "visual." in name}
 
 

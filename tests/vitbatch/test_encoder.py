@@ -12,7 +12,7 @@ from tests.helpers import relative_error
 from tests.vitbatch.pictures import encoded, noise
 from vitbatch import Bucket, BucketLadder, EncoderConfig, ImageError, PoolFull, PreparedImage, VisionEncoder
 from vitbatch.compile_guard import ProgramMismatch, run_compiled
-from vitbatch.config import activation_bytes
+from vitbatch.config import TINY_BLOCK, activation_bytes
 from vitbatch.encoder import Frame
 from vitbatch.planning import plan_call
 from vitstripe import make_mesh
@@ -84,7 +84,7 @@ def test_tiny_images_have_the_same_bits_alone_and_in_company(checkpoint, lanes):
     sizes = [(96, 96), (64, 64), (32, 32), (128, 128), (64, 96), (32, 64)]
     frames = [Frame(image.patches, image.grid_thw[1:]) for image in prepare(encoder, *sizes)]
     assert [len(frame.rows) for frame in frames] == [36, 16, 4, 64, 24, 8]
-    tiny, plain = Bucket(256, 16), Bucket(512)
+    tiny, plain = Bucket(256, TINY_BLOCK), Bucket(512)
 
     def rows(order: list[int], bucket: Bucket) -> list[np.ndarray]:
         chosen = [frames[i] for i in order]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.vitbatch.geometry import tower
 from vitbatch import Bucket, BucketLadder
-from vitbatch.config import align
+from vitbatch.config import TINY_BLOCK, room
 from vitbatch.images import smart_resize
 from vitbatch.planning import assign_lanes, attention_cost, lay_out, merge_order, plan_call, plan_calls
 
@@ -62,12 +62,14 @@ def test_lanes_stay_short_where_no_image_needs_more():
 def test_tiny_images_share_tiny_lanes_and_large_ones_keep_theirs():
     ladder = BucketLadder((256, 1024, 4096), (256, 1024))
     (call,) = plan_calls([16] * 60, 1, ladder)
-    assert (call.bucket, call.start[:3]) == (Bucket(1024, 16), (0, 16, 32))
-    # Images of 36 patches take 48; one in each of two lanes.
+    assert (call.bucket, call.start[:3]) == (Bucket(1024, TINY_BLOCK), (0, 16, 32))
+    # Of one patch block and of three: at least 16 patches of the lane, and no more than they have.
+    (call,) = plan_calls([4] * 3 + [12] * 4, 1, ladder)
+    assert (call.bucket, sorted(call.start)) == (Bucket(256, TINY_BLOCK), [0, 16, 32, 48, 64, 80, 96])
     (call,) = plan_calls([36] * 8 + [64], 2, ladder)
-    assert (call.bucket, call.lane[:4], call.start[:4]) == (Bucket(256, 16), (1, 1, 0, 1), (0, 48, 64, 96))
+    assert (call.bucket, call.lane[:4], call.start[:4]) == (Bucket(256, TINY_BLOCK), (1, 1, 0, 1), (0, 36, 64, 72))
     calls = plan_calls([16] * 64 + [900], 1, ladder)
-    assert [(len(c.images), c.bucket) for c in calls] == [(64, Bucket(1024, 16)), (1, Bucket(1024))]
+    assert [(len(c.images), c.bucket) for c in calls] == [(64, Bucket(1024, TINY_BLOCK)), (1, Bucket(1024))]
     # One call of 64 images costs less than four that would save nothing.
     (call,) = plan_calls([64] * 64, 1, ladder)
     assert call.bucket == Bucket(4096)
@@ -76,8 +78,8 @@ def test_tiny_images_share_tiny_lanes_and_large_ones_keep_theirs():
 def test_lanes_that_do_not_fit_a_bucket_are_refused():
     with pytest.raises(ValueError, match="lanes of 128 patches do not fit the bucket 64"):
         plan_call([100], 1, Bucket(64))
-    with pytest.raises(ValueError, match="lanes of 112 patches do not fit the bucket tiny/256"):
-        plan_call([100], 1, Bucket(256, 16))
+    with pytest.raises(ValueError, match="lanes of 100 patches do not fit the bucket tiny/256"):
+        plan_call([100], 1, Bucket(256, TINY_BLOCK))
 
 
 def test_an_image_above_the_largest_bucket_is_refused_with_both_numbers():
@@ -198,7 +200,7 @@ def test_every_row_of_any_mix_comes_back_once_and_in_order(mix):
         assert rows.max() < lanes * call.capacity // 4
         for start, size in zip(call.start, call.sizes, strict=True):
             assert start % call.bucket.block == 0
-            assert start + align(size, call.bucket.block) <= call.capacity
+            assert start + room(size, call.bucket.block) <= call.capacity
 
 
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
@@ -244,11 +246,11 @@ def test_the_layout_puts_each_image_at_its_place_and_leaves_padding_alone():
     assert not layout.tap_weight[0, 188:].any()
 
 
-def test_the_layout_of_a_tiny_lane_has_blocks_of_16():
-    plan = plan_call([36, 16], 1, Bucket(128, 16))
+def test_the_layout_of_a_tiny_lane_has_blocks_of_4():
+    plan = plan_call([36, 16], 1, Bucket(64, TINY_BLOCK))
     layout = lay_out(plan, [(6, 6), (4, 4)], 2, 0, lambda gh, gw: (np.zeros((gh * gw, 0)), np.zeros((gh * gw, 0))))
-    assert layout.segments.first.tolist() == [[0, 0, 0, 3, 4, 5, 6, 7]]
-    assert layout.segments.end.tolist() == [[36, 36, 36, 64, 0, 0, 0, 0]]
+    assert layout.segments.first.tolist() == [[0] * 9 + [9] * 4 + [13, 14, 15]]
+    assert layout.segments.end.tolist() == [[36] * 9 + [52] * 4 + [0] * 3]
 
 
 def test_a_grid_that_does_not_match_its_size_is_refused():

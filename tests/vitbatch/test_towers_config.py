@@ -59,7 +59,7 @@ def test_a_tower_takes_every_vision_tensor_and_nothing_else(family):
     opened = Checkpoint(GOLDENS / family)
     binding = bind_tower(opened)
     assert binding.problems == []
-    taken = [name for names in binding.sources.values() for name in names]
+    taken = [source.tensor for found in binding.sources.values() for source in found]
     assert sorted(taken) == sorted(name for name in opened.tensors if "visual." in name)
 
 

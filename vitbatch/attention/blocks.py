@@ -10,7 +10,7 @@ NO_SCORE = -1e30
 
 
 def block_size(capacity: int, blocks: int) -> int:
-    """Patches a block of a lane. Raises ValueError unless they are 64, or 16 in a tiny lane."""
+    """Patches a block of a lane. Raises ValueError unless they are 64, or 4 in a tiny lane."""
     for size in (ATTENTION_BLOCK, TINY_BLOCK):
         if capacity == size * blocks:
             return size

@@ -37,7 +37,7 @@ _TILES: dict[str, dict[int, AttentionTile]] = {
 # them busy.
 _PROCESSORS = {"gfx942": 304, "gfx950": 256, "sm90": 132, "default": 0}
 
-# Windows and tiny images hold few keys: small tiles waste the fewest, and masks take registers.
+# Windows hold few keys: small tiles waste the fewest, and masks take registers.
 _WINDOW_TILES: dict[str, AttentionTile] = {
     "gfx942": AttentionTile(64, 64, 4, 1),
     "gfx950": AttentionTile(64, 64, 4, 1),
@@ -50,15 +50,13 @@ def window_tile(platform: Platform) -> AttentionTile:
     return platform.row_of(_WINDOW_TILES)
 
 
-def attention_tile(
-    platform: Platform, head_dim: int, block: int = ATTENTION_BLOCK, rows: int | None = None
-) -> AttentionTile:
-    """block: patches a block; no image of a tiny lane has more rows than the least tile. rows: of all heads together;
-    None for many. Raises ValueError when head_dim is larger than any row of the table serves."""
+def attention_tile(platform: Platform, head_dim: int, rows: int | None = None) -> AttentionTile:
+    """rows: of all heads together; None for many. Raises ValueError when head_dim is larger than any row of the table
+    serves."""
     by_head_dim = platform.row_of(_TILES)
     tile = next((tile for most, tile in by_head_dim.items() if head_dim <= most), None)
     if tile is None:
         most = max(by_head_dim)
         raise ValueError(f"head dimension {head_dim} is over {most}, the largest the attention kernel serves")
     few = rows is not None and rows <= tile.queries * platform.row_of(_PROCESSORS)
-    return window_tile(platform) if few or block < ATTENTION_BLOCK else tile
+    return window_tile(platform) if few else tile

@@ -8,8 +8,7 @@ with a running softmax in base 2. Nothing outside the image is read, and no [C, 
     program              0   -   2 | 3   -   5   - | 7         program 2 has one block of rows to write, 7 writes zeros
 
 A tile begins at an even block *of its image* (for 128 rows), so it never holds two images, and an image's rows come out
-the same wherever the image lies in the lane and whatever lies beside it. The programs between have nothing to do. In a
-tiny lane, whose blocks are 16 patches, a tile of 64 rows holds one image, however few its rows.
+the same wherever the image lies in the lane and whatever lies beside it. The programs between have nothing to do.
 
 Head dimensions that are no power of two are cut into pieces that are (72 = 64 + 16). Pieces may overlap: the query's
 columns that the first piece has already multiplied are zeroed in the second, so that keys need no mask.
@@ -27,8 +26,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
-from vitbatch.attention.blocks import NO_SCORE, block_size
+from vitbatch.attention.blocks import NO_SCORE
 from vitbatch.attention.tiles import AttentionTile, attention_tile, window_tile
+from vitbatch.config import ATTENTION_BLOCK
 from vitbatch.lanes import Segments
 from vitstripe.exp2 import Exp2, exp2_for
 from vitstripe.platform import Platform
@@ -68,18 +68,18 @@ def _kernel(
     first_ref: Any,
     end_ref: Any,
     *refs: Any,
-    size: int,
     tile: AttentionTile,
     pieces: tuple[tuple[int, int, int], ...],
     scale: float,
     reach: int | None,
     exp2: Exp2,
 ):
-    """size: patches a block. reach: None for attention over the whole image; with windows, how many blocks a window may
+    """reach: None for attention over the whole image; with windows, how many blocks a window may
     reach to either side, and the first of `refs` holds the window of each patch."""
     ids_ref, (q_ref, k_ref, v_ref, out_ref) = (refs[0], refs[1:]) if reach is not None else (None, refs)
     block, head = pl.program_id(0), pl.program_id(1)
     first, end = first_ref[block], end_ref[block]
+    size = ATTENTION_BLOCK
     blocks = tile.queries // size
     value_head = head + v_ref.shape[1] - q_ref.shape[1]
 
@@ -176,14 +176,16 @@ def _call(
     q = arrays[0]
     capacity, heads, head_dim = q.shape
     blocks = segments.first.shape[0]
-    size = block_size(capacity, blocks)
-    reach = None if window_patches is None else -(-(window_patches - 1) // size)
+    if blocks * ATTENTION_BLOCK != capacity:
+        raise ValueError(
+            f"a lane of {capacity} patches in {blocks} blocks; the kernel's have {ATTENTION_BLOCK} patches"
+        )
+    reach = None if window_patches is None else -(-(window_patches - 1) // ATTENTION_BLOCK)
     pieces = pieces_of(head_dim)
     if tile is None:
-        tile = attention_tile(platform, head_dim, size, capacity * heads) if reach is None else window_tile(platform)
+        tile = attention_tile(platform, head_dim, capacity * heads) if reach is None else window_tile(platform)
     kernel = partial(
         _kernel,
-        size=size,
         tile=tile,
         pieces=pieces,
         scale=head_dim**-0.5 * math.log2(math.e),
@@ -217,7 +219,7 @@ def attend_triton(
     before they multiply v. platform: what it is compiled for; it chooses the tile unless `tile` is given. interpret:
     run as plain JAX operations, on any device.
 
-    Raises ValueError for blocks that are neither 64 nor 16 patches, and for a head dimension that is no multiple of 8
+    Raises ValueError for blocks that are not 64 patches, and for a head dimension that is no multiple of 8
     from 16 to 128.
     """
     return _call((q, k, v), segments, None, None, platform, tile, interpret)

@@ -216,9 +216,8 @@ def passes(options: argparse.Namespace) -> dict[str, Any]:
         return json.loads(file.read_text())
 
 
-def sweep(options: argparse.Namespace) -> list[dict[str, Any]]:
+def sweep(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Prompts of text at growing concurrency; a setting that does not fit ends its row. Striping needs two devices."""
-    found = []
     for prompt in options.prompts:
         for stripes in (True, False) if options.tp > 1 else (False,):
             for count in options.concurrency:
@@ -233,12 +232,11 @@ def sweep(options: argparse.Namespace) -> list[dict[str, Any]]:
                         replies = ask_all(at.port, bodies, count)
                         one = setting | summary(replies) | {"compiles_after_ready": compiles_after_ready(at.port)}
                 except (RuntimeError, KeyError) as error:
-                    found.append(setting | {"error": str(error)[-500:]})
+                    yield setting | {"error": str(error)[-500:]}
                     console.print(f"{setting}: {str(error)[-200:]}")
                     break
-                found.append(one)
                 console.print(f"{setting}: {one.get('output_tokens_a_second', 0):.0f} tokens/s")
-    return found
+                yield one
 
 
 def table_of(rows: Sequence[dict[str, Any]], columns: dict[str, str]) -> Table:
@@ -338,8 +336,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     found: dict[str, Any] = {"date": datetime.date.today().isoformat(), "shape": options.shape}
     if options.sweep:
-        found["sweep"] = sweep(options)
-        console.print(table_of(found["sweep"], SWEEP_COLUMNS))
+        found["sweep"] = settings = []
+        for one in sweep(options):
+            settings.append(one)
+            save(found, options.json)  # whatever comes of the next setting
+        console.print(table_of(settings, SWEEP_COLUMNS))
     else:
         parts = options.only or ("passes", "bursts")
         if "passes" in parts:

@@ -18,6 +18,7 @@ M = TypeVar("M", Gauge, Counter, Histogram)
 _PREFIX = "vitstripe"
 _STAGES = ("before_ready", "after_ready")
 _PATHS = ("replicated", "striped")
+_DOING = ("plan", "dispatch", "wait", "tell")
 _REASONS = ("stop", "length", "abort", "error")
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _TOKEN_LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -40,6 +41,11 @@ class Metrics:
         self._pages_total = self._gauge("kv_pages", "Cache pages in all")
         self._pages_ratio = self._gauge("kv_usage_ratio", "Cache pages in use, of all, 0 to 1")
         self._preemptions = self._counter("num_preemptions", "Requests that gave their pages back and began again")
+        self._spent = self._counter(
+            "engine_seconds",
+            "What the engine's thread spent its time on; little `wait` means that the devices wait for the host",
+            "doing",
+        )
         self._step_tokens = self._histogram("iteration_tokens", "Tokens computed in one step of the engine", _TOKENS)
 
         self._first_token = self._histogram(
@@ -100,6 +106,8 @@ class Metrics:
             self._finished.labels(reason)
         for stage in _STAGES:
             self._compiles.labels(stage)
+        for doing in _DOING:
+            self._spent.labels(doing)
         for path in _PATHS:
             self._indexer_rows.labels(path)
 
@@ -137,6 +145,11 @@ class Metrics:
     def step(self, tokens: int) -> None:
         """One step of the engine computed so many tokens."""
         self._step_tokens.observe(tokens)
+
+    def spent(self, doing: str, seconds: float) -> None:
+        """Seconds of a step that the engine's thread planned, dispatched, waited for the devices or told tokens; the
+        planning of a step that preempts has a wait and a telling in it."""
+        self._spent.labels(doing).inc(seconds)
 
     def phases(self, *, queue: float, prefill: float, decode: float) -> None:
         """Seconds that a request, which made at least one token, spent waiting, until that token, and after it."""

@@ -136,6 +136,12 @@ def compiles_after_ready(port: int) -> float:
     return sum(n for name, n in _at(port).metrics().items() if "compiles_total" in name and "after" in name)
 
 
+def engine_seconds(port: int) -> dict[str, float]:
+    """What the engine's thread has spent its time on, by the counter of that name."""
+    found = {name: value for name, value in _at(port).metrics().items() if name.startswith("engine_seconds_total")}
+    return {name.split('"')[1]: value for name, value in found.items()}
+
+
 def step_interval(replies: Sequence[Reply]) -> float:
     """Seconds from one decode step to the next while all requests are being answered: median over them."""
     good = [r for r in replies if r.is_good]
@@ -171,9 +177,11 @@ def burst_server(options: argparse.Namespace, batching: str, number: int) -> dic
             return [chat(text_of(length, s), image_of(options.size, s), options.tokens_out) for s in seeds]
 
         both = [bodies(0), bodies(1)]
-        bursts = [ask_all(at.port, b, options.requests) for b in both]
+        bursts = [ask_all(at.port, b) for b in both]
         text = [chat(text_of(options.tokens_in - frame, 77 + i), None, options.tokens_out) for i in range(len(both[0]))]
-        steady = ask_all(at.port, text, options.requests)
+        before = engine_seconds(at.port)
+        steady = ask_all(at.port, text)
+        spent = {doing: seconds - before[doing] for doing, seconds in engine_seconds(at.port).items()}
         found = {
             "batching": batching,
             "ready_seconds": at.seconds,
@@ -181,6 +189,7 @@ def burst_server(options: argparse.Namespace, batching: str, number: int) -> dic
             "second": summary(bursts[1]),
             "text": summary(steady),
             "step_interval": step_interval(steady),
+            "engine_seconds": spent,
             "compiles_after_ready": compiles_after_ready(at.port),
         }
     first, second = found["first"], found["second"]
@@ -200,6 +209,8 @@ def bursts(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 f"server {number + 1}, batching {batching}: ready after {one['ready_seconds']:.1f} s, mean TTFT "
                 f"{first:.3f} s, then {second:.3f} s"
             )
+            parts = ", ".join(f"{doing} {seconds:.2f} s" for doing, seconds in one["engine_seconds"].items())
+            console.print(f"  the engine's thread during a burst of text: {parts}")
             yield one
 
 
@@ -229,7 +240,7 @@ def sweep(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     with server(options.shape, *arguments) as at:
                         frame = ask(at.port, chat("x", None, 2)).usage["prompt_tokens"] - 1
                         bodies = [chat(text_of(prompt - frame, i), None, options.tokens_out) for i in range(count)]
-                        replies = ask_all(at.port, bodies, count)
+                        replies = ask_all(at.port, bodies)
                         one = setting | summary(replies) | {"compiles_after_ready": compiles_after_ready(at.port)}
                 except (RuntimeError, KeyError) as error:
                     yield setting | {"error": str(error)[-500:]}

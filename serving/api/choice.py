@@ -45,7 +45,7 @@ class Choice:
     Attributes:
         running: in the engine, as far as is known.
         outcome: how it ended; a stop string ends it before the engine knows.
-        usage: token counts so far.
+        settled: the engine's own counts are not, or not any more, waited for after a stop string.
     """
 
     def __init__(self, index: int, order: Order, metrics: Metrics, arrived: float):
@@ -60,13 +60,18 @@ class Choice:
         self._counted, self._closed = True, False
         self.running = False
         self.outcome: Outcome | None = None
-        self.settle_by = 0.0
+        self.settled = True
         image_tokens = sum(span.image.num_tokens for span in order.submission.images)
-        self.usage = Usage(len(order.submission.prompt_ids), 0, image_tokens)
+        self._usage, self._generated = Usage(len(order.submission.prompt_ids), 0, image_tokens), 0
 
     def started(self) -> None:
         """The engine took it."""
         self.running, self._counted = True, False
+
+    @property
+    def usage(self) -> Usage:
+        """Token counts so far."""
+        return replace(self._usage, completion_tokens=self._generated)
 
     @property
     def over(self) -> bool:
@@ -89,10 +94,10 @@ class Choice:
         if self.outcome is None:
             self._deltas += self._text.finish(natural=event.reason == "stop")
             reason = "stop" if self._text.stopped else event.reason
-            completion = 0 if self._order.score_only else event.usage.completion_tokens
+            self._generated = 0 if self._order.score_only else event.usage.completion_tokens
         else:  # a stop string ended it; the tokens of the answer are those up to it, the engine may have made more
-            reason, completion = "stop", self.usage.completion_tokens
-        self.usage = replace(event.usage, completion_tokens=completion)
+            reason = "stop"
+        self._usage = event.usage
         self.outcome = self._outcome("length" if self._order.score_only else reason, event.vit_calls)
         self.count(reason)
 
@@ -101,7 +106,7 @@ class Choice:
         if self._order.score_only:
             self._tokens.append(event)
             return
-        self.usage = replace(self.usage, completion_tokens=self.usage.completion_tokens + 1)
+        self._generated += 1
         self._tokens.append(event)
         self._last_id = event.token_id
         if event.token_id not in self._order.ends:
@@ -117,10 +122,9 @@ class Choice:
             matched = self._last_id
         return Outcome("tool_calls" if called else reason, vit_calls, matched)
 
-    def piece(self, *, settled: bool) -> Piece | None:
-        """What came since the last piece; the last one once the engine's own counts are there, or `settled`: they are
-        waited for no more."""
-        last = self.outcome is not None and (settled or not self.running)
+    def piece(self) -> Piece | None:
+        """What came since the last piece; the last one once the engine's own counts are there or waited for no more."""
+        last = self.outcome is not None and (self.settled or not self.running)
         if not (self._deltas or last):
             return None
         if last:

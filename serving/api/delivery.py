@@ -145,7 +145,9 @@ class Delivery:
     def _chunks(self, piece: Piece, echo: str) -> list[dict[str, Any]]:
         """The tokens of a piece are told in its first chunk."""
         deltas = joined([Text("content", echo), *piece.deltas]) if echo else piece.deltas
-        told, totals = self._shown[piece.index].told(piece.tokens), self._totals
+        told = self._shown[piece.index].told(piece.tokens)
+        # Counted only where they are told: a stream has a chunk a token.
+        totals = self._totals if self._answer.running_usage else None
         chunks = []
         for delta in deltas:
             chunks.append(self._answer.piece(piece.index, delta, told, totals))

@@ -3,11 +3,11 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import suppress
 
 from serving.api.choice import Choice, Order, Piece
 from serving.api.errors import ApiError, internal, invalid, overloaded, unavailable
 from serving.api.limits import Limits
+from serving.api.mailbox import Mailbox
 from serving.chat.deltas import joined
 from serving.metrics import Metrics
 from serving.protocol import (
@@ -50,7 +50,9 @@ class Generation:
         self._trace_id = trace_id
         self._choices = [Choice(k, order, metrics, arrived) for k, order in enumerate(orders)]
         self._submissions = [order.submission for order in orders]
-        self._events: asyncio.Queue[tuple[Choice, Event]] = asyncio.Queue()
+        # None: time to look around.
+        self._events: asyncio.Queue[tuple[Choice, Event] | None] = asyncio.Queue()
+        self._watch: asyncio.TimerHandle | None = None
         self._failure: ApiError | None = None
 
     @property
@@ -89,18 +91,24 @@ class Generation:
             raise invalid(str(error)) from None
         except Overloaded as error:
             raise overloaded(error) from None
-        await self._take_next()
+        self._watch_next()
+        while (told := await self._events.get()) is None:
+            self._check_engine()
+        self._take(told)
         if self._failure is not None:
             raise self._failure
 
     def _delivery(self, choice: Choice) -> Callable[[Event], None]:
-        loop = asyncio.get_running_loop()
+        post, put = Mailbox.of_running_loop().post, self._events.put_nowait
+        return lambda event: post(put, (choice, event))
 
-        def deliver(event: Event) -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody is left to read, and the engine must go on
-                loop.call_soon_threadsafe(self._events.put_nowait, (choice, event))
+    def _look(self) -> None:
+        """Has the engine looked at, now and every `watch_seconds` from now on."""
+        self._events.put_nowait(None)
+        self._watch_next()
 
-        return deliver
+    def _watch_next(self) -> None:
+        self._watch = asyncio.get_running_loop().call_later(self._limits.watch_seconds, self._look)
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """What the answers grow by, in the order in which it comes; answers are told apart by their index. What came
@@ -111,60 +119,55 @@ class Generation:
         """
         while True:
             while self._failure is None and not self._events.empty():
-                self._take(*self._events.get_nowait())
-            now = asyncio.get_running_loop().time()
+                self._take(self._events.get_nowait())
             for choice in self._choices:
-                piece = None if choice.over else choice.piece(settled=now >= choice.settle_by)
+                piece = None if choice.over else choice.piece()
                 if piece is not None:
                     yield Piece(piece.index, joined(piece.deltas), piece.tokens, piece.outcome)
             if self._failure is not None:
                 raise self._failure
             if all(choice.over for choice in self._choices):
                 return
-            await self._take_next()
+            self._take(await self._events.get())
 
     def close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
         for choice in self._choices:
             if choice.running:
                 choice.running = False
                 self._engine.abort(choice.id)
             choice.count("abort")
 
-    def _take(self, choice: Choice, event: Event) -> None:
+    def _take(self, told: tuple[Choice, Event] | None) -> None:
+        """An event, or time to look around: raises ApiError when the engine is gone."""
+        if told is None:
+            return self._check_engine()
+        choice, event = told
         self._failure = None if choice.outcome is not None else self._failure_of(event)
         if self._failure is not None:
             choice.running = False
             choice.count("error")
-            return
+            return None
         choice.take(event)
-        if choice.outcome is not None and choice.running and not choice.settle_by:
+        if choice.outcome is not None and choice.running and choice.settled:
             # A stop string ended it. The engine's own counts come with its last event, if that comes soon.
-            choice.settle_by = asyncio.get_running_loop().time() + self._limits.abort_seconds
+            choice.settled = False
+            asyncio.get_running_loop().call_later(self._limits.abort_seconds, self._settle, choice)
             self._engine.abort(choice.id)
+        return None
 
-    async def _take_next(self) -> None:
-        """Wait for an event, or until an answer's last event is waited for no more.
+    def _settle(self, choice: Choice) -> None:
+        choice.settled = True
+        self._events.put_nowait(None)
 
-        Raises:
-            ApiError: the engine is gone.
-        """
-        loop = asyncio.get_running_loop()
-        while True:
-            settling = [choice.settle_by for choice in self._choices if choice.settle_by and not choice.over]
-            watch = loop.time() + self._limits.watch_seconds
-            try:
-                async with asyncio.timeout_at(min([watch, *settling])):
-                    self._take(*await self._events.get())
-                    return
-            except TimeoutError:
-                if settling and loop.time() >= min(settling):
-                    return
-                health = self._engine.health()
-                if not is_alive(health, self._limits):
-                    logger.error("request %s: the engine is gone (%s)", self._trace_id, health.detail)
-                    for choice in self._choices:
-                        choice.count("error")
-                    raise unavailable("the engine stopped before the answer was done", retry_after=30.0) from None
+    def _check_engine(self) -> None:
+        health = self._engine.health()
+        if not is_alive(health, self._limits):
+            logger.error("request %s: the engine is gone (%s)", self._trace_id, health.detail)
+            for choice in self._choices:
+                choice.count("error")
+            raise unavailable("the engine stopped before the answer was done", retry_after=30.0)
 
     def _failure_of(self, event: Event) -> ApiError | None:
         if isinstance(event, ErrorEvent):

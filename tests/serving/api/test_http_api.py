@@ -366,6 +366,7 @@ def test_metrics_are_in_prometheus_text_and_start_at_zero():
     metrics = Metrics()
     metrics.vit_call(images=5, lanes_filled=3, padded_ratio=0.25)
     metrics.indexer_rows("striped", 640)
+    metrics.spent("wait", 0.25)
     metrics.compile("before_ready", 4)
     metrics.set_queue(running=2, waiting=1)
     metrics.set_pages(used=7, total=90)
@@ -379,6 +380,7 @@ def test_metrics_are_in_prometheus_text_and_start_at_zero():
         "vitstripe_vit_lanes_filled_sum 3.0",
         "vitstripe_vit_padded_patch_ratio_sum 0.25",
         'vitstripe_indexer_rows_total{path="striped"} 640.0',
+        'vitstripe_engine_seconds_total{doing="wait"} 0.25',
         'vitstripe_indexer_rows_total{path="replicated"} 0.0',
         'vitstripe_compiles_total{stage="before_ready"} 4.0',
         'vitstripe_compiles_total{stage="after_ready"} 0.0',

@@ -5,7 +5,10 @@ environment of your own. Runs on whatever device is there: at the widths of rele
 """
 
 import argparse
+import itertools
 import json
+import math
+import os
 import sys
 import tempfile
 import traceback
@@ -30,7 +33,7 @@ from scripts.lib.made_up_model import random_state
 from scripts.lib.made_up_tower import TowerSize, write_checkpoint
 from scripts.lib.trace_scopes import OTHER, SCOPES, Section, read_section
 from serving.sampling import SampleArgs
-from vitbatch import EncoderConfig, VisionEncoder
+from vitbatch import EncoderConfig, PreparedImage, VisionEncoder
 from vitstripe import make_mesh
 from vitstripe.platform import default_platform
 
@@ -96,12 +99,23 @@ class Work:
 
 
 def vision_call(sizes: Sizes, mesh: Mesh, scratch: Path) -> Work:
-    """A call of the vision encoder with images of one grid, dealt over the mesh."""
+    """A call of the vision encoder with new images of one grid, dealt over the mesh, to rows in the pool."""
     folder = write_checkpoint(scratch / "tower", sizes.tower)
     encoder = VisionEncoder.from_checkpoint(folder, mesh=mesh, config=EncoderConfig())
     frames = frames_of([sizes.grid] * sizes.images, encoder.vision_config.patch_pixels)
-    encoder.encode_frames(frames)
-    return Work("vision call", lambda: encoder.encode_frames(frames), [c.compiled for c in encoder._compiled.values()])
+    grid, tokens = (1, *sizes.grid), math.prod(sizes.grid) // encoder.vision_config.patches_per_token
+    keys = map(str, itertools.count())
+
+    def call() -> None:
+        images = [
+            PreparedImage(frame.rows, grid, f"image {next(keys)}".ljust(16).encode(), tokens, (0, 0))
+            for frame in frames
+        ]
+        encoder.encode_to_pool(images)
+        encoder.release([image.key for image in images])
+
+    call()
+    return Work("vision call", call, [c.compiled for c in encoder._compiled.values()])
 
 
 def indexer_layer(sizes: Sizes, mesh: Mesh, merge: str | None) -> Work:
@@ -250,8 +264,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="scripts/profile_step",
         description="Profiles a vision call, an indexer layer (replicated, and striped with both merges on several "
         "devices) and a decode pass on this machine's devices, with random weights. Prints device time by named scope, "
-        "gaps and the host's share, and leaves the traces for xprof (tensorboard) and Perfetto (ui.perfetto.dev opens "
-        "the .trace.json.gz).",
+        "gaps and the host's share, without command buffers, which would hide their operations. Leaves the traces for "
+        "xprof (tensorboard) and Perfetto (ui.perfetto.dev opens the .trace.json.gz).",
         epilog="example: scripts/profile_step --out profiles",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -268,6 +282,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     jax.config.update("jax_num_cpu_devices", options.tp or 2)
+    # A command buffer (CUDA or HIP graph) is one event in a trace, and hides what runs in it.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer="
     platform = default_platform()
     mesh = make_mesh(options.tp or len(jax.devices()))
     large = options.size == "large" or (options.size == "auto" and platform.kind != "cpu")

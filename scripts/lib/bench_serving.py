@@ -24,9 +24,8 @@ from rich.table import Table
 
 from scripts.lib.load_clients import Reply, ask, ask_all, chat, image_of, text_of
 from scripts.lib.made_up_model import SHAPES
-from scripts.lib.server_process import ServerProcess, free_port
+from scripts.lib.server_process import ROOT, ServerProcess, serving
 
-ROOT = Path(__file__).resolve().parents[2]
 READY_SECONDS = 900
 IMAGE_MARKS = 2  # tokens that the chat template puts around the tokens of an image
 MEAN_RATIO, P99_RATIO = 1.03, 1.08  # of the first burst to the second, at most
@@ -70,45 +69,22 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 class Server:
     """A server that is ready. seconds: from launch to ready."""
 
-    port: int
+    process: ServerProcess
     seconds: float
+
+    @property
+    def port(self) -> int:
+        return self.process.port
 
 
 @contextlib.contextmanager
 def server(shape: str, *options: object) -> Iterator[Server]:
-    """A fresh server in a process of its own, stopped at the end. Raises RuntimeError with the end of its log."""
-    port = free_port()
+    """A fresh server in a process of its own, stopped at the end. Raises SystemExit with the end of its log."""
     with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder, "log")
-        command = [sys.executable, "-m", "scripts.lib.made_up_server", "--shape", shape]
-        command += ["--folder", str(Path(folder, shape)), "--port", str(port), *map(str, options)]
+        flags = ["--shape", shape, "--folder", str(Path(folder, shape)), *map(str, options)]
         begin = time.perf_counter()
-        with log.open("w") as out:
-            environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-            process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT)
-        try:
-            while not _is_ready(port):
-                if process.poll() is not None or time.perf_counter() - begin > READY_SECONDS:
-                    raise RuntimeError(f"the server did not become ready:\n{log.read_text()[-2000:]}")
-                time.sleep(0.1)
-            yield Server(port, time.perf_counter() - begin)
-        finally:
-            process.terminate()
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
-def _is_ready(port: int) -> bool:
-    try:
-        return _at(port).get("/ready")[0] == 200
-    except OSError:
-        return False
-
-
-def _at(port: int) -> ServerProcess:
-    return ServerProcess(f"http://127.0.0.1:{port}", None, None)
+        with serving(flags, Path(folder, "log"), READY_SECONDS, module="scripts.lib.made_up_server") as process:
+            yield Server(process, time.perf_counter() - begin)
 
 
 def summary(replies: Sequence[Reply]) -> dict[str, Any]:
@@ -132,13 +108,13 @@ def summary(replies: Sequence[Reply]) -> dict[str, Any]:
     }
 
 
-def compiles_after_ready(port: int) -> float:
-    return sum(n for name, n in _at(port).metrics().items() if "compiles_total" in name and "after" in name)
+def compiles_after_ready(at: Server) -> float:
+    return sum(n for name, n in at.process.metrics().items() if "compiles_total" in name and "after" in name)
 
 
-def engine_seconds(port: int) -> dict[str, float]:
+def engine_seconds(at: Server) -> dict[str, float]:
     """What the engine's thread has spent its time on, by the counter of that name."""
-    found = {name: value for name, value in _at(port).metrics().items() if name.startswith("engine_seconds_total")}
+    found = {name: value for name, value in at.process.metrics().items() if name.startswith("engine_seconds_total")}
     return {name.split('"')[1]: value for name, value in found.items()}
 
 
@@ -179,9 +155,9 @@ def burst_server(options: argparse.Namespace, batching: str, number: int) -> dic
         both = [bodies(0), bodies(1)]
         bursts = [ask_all(at.port, b) for b in both]
         text = [chat(text_of(options.tokens_in - frame, 77 + i), None, options.tokens_out) for i in range(len(both[0]))]
-        before = engine_seconds(at.port)
+        before = engine_seconds(at)
         steady = ask_all(at.port, text)
-        spent = {doing: seconds - before[doing] for doing, seconds in engine_seconds(at.port).items()}
+        spent = {doing: seconds - before[doing] for doing, seconds in engine_seconds(at).items()}
         found = {
             "batching": batching,
             "ready_seconds": at.seconds,
@@ -190,7 +166,7 @@ def burst_server(options: argparse.Namespace, batching: str, number: int) -> dic
             "text": summary(steady),
             "step_interval": step_interval(steady),
             "engine_seconds": spent,
-            "compiles_after_ready": compiles_after_ready(at.port),
+            "compiles_after_ready": compiles_after_ready(at),
         }
     first, second = found["first"], found["second"]
     if first["good"] and second["good"]:
@@ -241,8 +217,8 @@ def sweep(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                         frame = ask(at.port, chat("x", None, 2)).usage["prompt_tokens"] - 1
                         bodies = [chat(text_of(prompt - frame, i), None, options.tokens_out) for i in range(count)]
                         replies = ask_all(at.port, bodies)
-                        one = setting | summary(replies) | {"compiles_after_ready": compiles_after_ready(at.port)}
-                except (RuntimeError, KeyError) as error:
+                        one = setting | summary(replies) | {"compiles_after_ready": compiles_after_ready(at)}
+                except (SystemExit, KeyError) as error:
                     yield setting | {"error": str(error)[-500:]}
                     console.print(f"{setting}: {str(error)[-200:]}")
                     break

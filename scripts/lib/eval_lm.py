@@ -21,7 +21,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from scripts.lib.server_process import serving
+from scripts.lib.server_process import running_or_serving
 
 TASKS = Path(__file__).parent / "eval_tasks"
 OWN = ("vitstripe_choice", "vitstripe_text", "vitstripe_write")
@@ -124,13 +124,9 @@ def main() -> int:
     tasks = args.tasks.split(",") if args.tasks else [*OWN, "niah_single_1"]
     with tempfile.TemporaryDirectory() as scratch:
         out = (args.out or Path(scratch)).resolve()
-        if args.url:
-            evaluate(args.url.rstrip("/").removesuffix("/v1"), folder, tasks, args, out)
-        else:
-            flags = ["--model", args.model, "--max-model-len", str(args.length + 512), *args.serve.split()]
-            print(f"starting a server on {args.model}", file=sys.stderr)
-            with serving(flags, Path(scratch) / "server.log") as server:
-                evaluate(server.url, folder, tasks, args, out)
+        flags = ["--model", args.model, "--max-model-len", str(args.length + 512), *args.serve.split()]
+        with running_or_serving(args.url, flags, Path(scratch) / "server.log") as server:
+            evaluate(server.url, folder, tasks, args, out)
         missing = [task for task in tasks if not samples(out, task)]
         if missing:
             print(f"error: no answers were recorded for {', '.join(missing)}", file=sys.stderr)

@@ -9,9 +9,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ from schemathesis.checks import load_all_checks, not_a_server_error
 from schemathesis.core.result import Ok
 from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance
 
-from scripts.lib.server_process import ServerProcess, serving, settled
+from scripts.lib.server_process import ServerProcess, running_or_serving, settled
 
 # Few and small programs: what is tried here is what comes before them.
 _FLAGS = ["--model", "demo", "--max-model-len", "128", "--max-seqs", "4", "--prefill-tokens", "64"]
@@ -211,16 +209,6 @@ def after(server: ServerProcess) -> list[str]:
     return problems
 
 
-@contextmanager
-def target(url: str | None, folder: str) -> Iterator[ServerProcess]:
-    if url is not None:
-        yield ServerProcess(url.rstrip("/"), None, None)
-        return
-    console.print(f"$ python -m serving {' '.join(_FLAGS)}")
-    with serving(_FLAGS, Path(folder) / "server.log") as server:
-        yield server
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/fuzz_server",
@@ -238,7 +226,8 @@ def main() -> int:
     hypothesis.settings.register_profile("fuzz", print_blob=False)
     hypothesis.settings.load_profile("fuzz")
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, target(args.url, folder) as server:
+    scratch = tempfile.TemporaryDirectory()
+    with scratch as folder, running_or_serving(args.url, _FLAGS, Path(folder) / "server.log") as server:
         found = fuzz(server.url, args.cases, args.seed, args.threads)
         problems = after(server)
         if problems:

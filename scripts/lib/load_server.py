@@ -6,8 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from scripts.lib.server_process import ROOT, ServerProcess, serving, settled
+from scripts.lib.server_process import ROOT, running_or_serving, settled
 
 _FLAGS = ["--max-model-len", "1024", "--max-seqs", "8"]
 _COMPILES = 'compiles_total{stage="after_ready"}'
@@ -117,17 +116,6 @@ def table_of(summary: Summary) -> Table:
     return table
 
 
-@contextmanager
-def target(args: argparse.Namespace, folder: str) -> Iterator[ServerProcess]:
-    if args.url is not None:
-        yield ServerProcess(args.url.rstrip("/"), None, None)
-        return
-    flags = ["--model", args.model, "--tp", str(args.tp), *_FLAGS]
-    console.print(f"$ python -m serving {' '.join(flags)}", soft_wrap=True)
-    with serving(flags, Path(folder) / "server.log") as server:
-        yield server
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/load_server",
@@ -150,7 +138,8 @@ def main() -> int:
     args = parser.parse_args()
     # With the hub set offline, transformers would take a folder for a repository's name.
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
-    with tempfile.TemporaryDirectory() as folder, target(args, folder) as server:
+    flags, scratch = ["--model", args.model, "--tp", str(args.tp), *_FLAGS], tempfile.TemporaryDirectory()
+    with scratch as folder, running_or_serving(args.url, flags, Path(folder) / "server.log") as server:
         model = json.loads(server.get("/v1/models")[1])["data"][0]["id"]
         before = server.metrics()
         with console.status(f"{args.requests} requests at {args.rate:g} a second"):

@@ -65,11 +65,13 @@ class ServerProcess:
 
 
 @contextmanager
-def serving(flags: Sequence[str], log: Path | None, ready_seconds: float = READY_SECONDS) -> Iterator[ServerProcess]:
-    """A ready `python -m serving` with these flags; its output goes to `log`, or where ours goes. Told to stop at the
-    end if it still runs, and killed if it does not."""
+def serving(
+    flags: Sequence[str], log: Path | None, ready_seconds: float = READY_SECONDS, *, module: str = "serving"
+) -> Iterator[ServerProcess]:
+    """A ready `python -m serving` with these flags, or another module that serves; its output goes to `log`, or where
+    ours goes. Told to stop at the end if it still runs, and killed if it does not."""
     port = free_port()
-    command = [sys.executable, "-m", "serving", *flags, "--port", str(port)]
+    command = [sys.executable, "-m", module, *flags, "--port", str(port)]
     with nullcontext() if log is None else log.open("wb") as out:
         process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=None if log is None else subprocess.STDOUT)
     server = ServerProcess(f"http://127.0.0.1:{port}", process, log)
@@ -95,8 +97,24 @@ def wait_ready(server: ServerProcess, seconds: float) -> None:
                 return
         except OSError:
             pass
-        time.sleep(0.5)
+        time.sleep(0.1)
     raise SystemExit(f"error: the server was not ready after {seconds:g} s:\n{server.log_tail()}")
+
+
+@contextmanager
+def running_or_serving(url: str | None, flags: Sequence[str], log: Path) -> Iterator[ServerProcess]:
+    """The server at `url` that somebody else started, or else a fresh one. Raises SystemExit when nothing answers."""
+    if url is None:
+        print(f"$ python -m serving {' '.join(flags)}", file=sys.stderr)
+        with serving(flags, log) as server:
+            yield server
+        return
+    server = ServerProcess(url.rstrip("/").removesuffix("/v1"), None, None)
+    try:
+        server.get("/health")
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"error: nothing answers at {url}: {error}") from None
+    yield server
 
 
 def leaks(counts: dict[str, float]) -> dict[str, float]:

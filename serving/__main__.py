@@ -22,7 +22,6 @@ from serving.api.fetch import Fetcher
 from serving.api.listen import server_config
 from serving.chat import ChatTemplate, choose_parsers
 from serving.cli import (
-    DEMO_FOLDER,
     UsageError,
     arguments,
     encoder_config,
@@ -30,6 +29,7 @@ from serving.cli import (
     image_hosts,
     keys,
     limits,
+    model_folder,
     profiler,
 )
 from serving.config import EngineConfig
@@ -176,7 +176,7 @@ def _serve(argv: Sequence[str] | None) -> int:
     if prepared := doctor.prepare_environment(os.environ):
         logging.getLogger("serving").warning(prepared)
 
-    checkpoint = Checkpoint(DEMO_FOLDER if args.model == "demo" else args.model)
+    checkpoint = Checkpoint(model_folder(args.model))
     config, images = engine_config(args, checkpoint.config), encoder_config(args)
     tokenizer = Tokenizer.from_checkpoint(checkpoint.folder)
     template_file = any((checkpoint.folder / f).is_file() for f in ("chat_template.jinja", "tokenizer_config.json"))
@@ -204,6 +204,7 @@ def _serve(argv: Sequence[str] | None) -> int:
         parsers=choose_parsers(template, checkpoint.config, tools=args.tool_parser, reasoning=args.reasoning_parser),
         keys=access,
         profiler=profiler(args),
+        page=args.page,
     )
     listener = _listen(args.host, args.port)
     server = _Server(server_config(app, bounds))

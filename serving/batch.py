@@ -65,6 +65,8 @@ class Packer:
         lengths, tiles = np.zeros(rows, np.int32), np.zeros(rows // ROW_TILE, np.int32)
         last, key_pages = np.zeros(self.config.max_seqs, np.int32), np.zeros(keys, np.int32)
         starts = np.zeros(rows if keys else 0, np.int32)
+        requests = np.zeros((4, self.config.max_seqs), np.int32)
+        requests[0] = self.seats([c.seq for c in chunks], self.config.max_seqs)
         at = key_at = 0
         for r, chunk in enumerate(chunks):
             seq, start, stop = chunk.seq, chunk.start, chunk.stop
@@ -76,6 +78,7 @@ class Packer:
             lengths[here] = np.arange(start, stop) + 1
             tiles[at // ROW_TILE : (at + chunk.rows) // ROW_TILE] = r
             last[r] = here.stop - 1
+            requests[1:, r] = at, stop - start, start
             if keys:
                 used = -(-stop // self.config.page_size)
                 key_pages[key_at : key_at + used] = seq.table[:used]
@@ -83,7 +86,7 @@ class Packer:
                 key_at += used
             at += chunk.rows
         table = self._table([c.seq for c in chunks], self.config.max_seqs)
-        step = Step(positions, slots, lengths, tiles, table, last, key_pages, starts)
+        step = Step(positions, slots, lengths, tiles, table, last, key_pages, starts, requests)
         return ids, pool_index, step
 
     def decode(self, seqs: Seq[Sequence], size: int) -> Step:
@@ -97,7 +100,8 @@ class Packer:
         table = self._table(seqs, size)
         slots[here] = table[np.arange(len(seqs)), at // page_size] * page_size + at % page_size
         every, none = np.arange(size, dtype=np.int32), np.zeros(0, np.int32)
-        return Step(np.tile(positions, (3, 1)), slots, lengths, every, table, every, none, none)
+        requests = np.stack([self.seats(seqs, size), every, np.minimum(lengths, 1), np.maximum(lengths - 1, 0)])
+        return Step(np.tile(positions, (3, 1)), slots, lengths, every, table, every, none, none, requests)
 
     def seats(self, seqs: Seq[Sequence | None], size: int) -> np.ndarray:
         """The seat of each request, int32 [size]; one past the last for None and for padding."""

@@ -18,7 +18,10 @@ from serving.models.config import text_config
 from serving.profiling import Profiler
 from vitbatch import EncoderConfig
 
-DEMO_FOLDER = Path(__file__).parent / "assets" / "digits_vlm"
+_ASSETS = Path(__file__).parent / "assets"
+DEMO_FOLDER = _ASSETS / "digits_vlm"
+EMBEDDED = {"demo": DEMO_FOLDER, "sight": _ASSETS / "sight", "recall": _ASSETS / "recall"}
+"""Names that --model takes beside folders -> their folders, inside the package."""
 _DEFAULT_CONTEXT = 8192
 
 # --mm-process-config's names -> EncoderConfig's
@@ -69,6 +72,18 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     if args.model is None:
         raise UsageError("no --model is given; name a checkpoint folder, or 'demo' for the embedded digit reader")
     return args
+
+
+def model_folder(model: str) -> Path:
+    """The folder that --model names. Raises UsageError for an embedded model that this copy of the package lacks."""
+    folder = EMBEDDED.get(model, Path(model))
+    if model in EMBEDDED and not (folder / "config.json").is_file():
+        there = ", ".join(name for name, one in EMBEDDED.items() if (one / "config.json").is_file()) or "none"
+        raise UsageError(
+            f"the embedded model {model!r} is not in this copy of the package (embedded models here: {there}); "
+            f"`scripts/train_miniature {model} --out FOLDER` makes it, or write ./{model} for a folder of that name"
+        )
+    return folder
 
 
 def _file_flags(file: str, p: argparse.ArgumentParser) -> list[str]:
@@ -135,11 +150,18 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--model",
         metavar="PATH",
-        help="checkpoint folder (Hugging Face or Orbax), or 'demo' for the embedded digit reader",
+        help="checkpoint folder (Hugging Face or Orbax), or an embedded model: 'demo' reads a digit, 'sight' answers "
+        "about drawn pictures, 'recall' finds what a text said",
     )
     p.add_argument("--served-model-name", metavar="NAME", help="name in the API (default: the folder's name)")
     p.add_argument("--host", default="127.0.0.1", help="address to listen on")
     p.add_argument("--port", metavar="PORT", type=port, default=8000, help="port to listen on")
+    p.add_argument(
+        "--page",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="serve a page at / to ask the model from a browser; the page is open, what it asks needs a key as ever",
+    )
 
     g = p.add_argument_group("devices")
     g.add_argument(
@@ -199,7 +221,7 @@ def parser() -> argparse.ArgumentParser:
         "--prefix-cache",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="keep cache pages for requests that begin alike, images included",
+        help="keep cache pages for requests that begin alike, images included; off for models with a state a request",
     )
 
     g = p.add_argument_group("images")

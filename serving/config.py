@@ -5,6 +5,10 @@ from dataclasses import dataclass
 ROW_TILE = 16
 """Rows of one request are padded to a multiple of this in a prefill pass (serving.models.step)."""
 
+STATE_CHUNK = 64
+"""The same for decoders that keep a state a request: rows that their recurrence takes in one go. What public
+implementations of the delta rule use; a multiple of ROW_TILE."""
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -13,12 +17,12 @@ class EngineConfig:
     tp: devices on the mesh axis. max_model_len: tokens a request may hold, prompt and answer. page_size: tokens a cache
     page. max_seqs: requests computed at once. prefill_tokens: most rows of one prefill pass. cache_tokens: tokens the
     paged cache holds (None: from free device memory, or max_seqs * max_model_len on a CPU). prefix_cache: keep the
-    pages of what was computed for requests that begin alike. max_queue: requests that may wait. max_queue_tokens:
-    prompt tokens that may wait (None: half of max_queue requests of full length). step_seconds: a device call that
-    takes longer is taken for dead. dp_encoder: deal images over the mesh. indexer_stripes: stripe the indexer's rows.
-    stripe_rows: rows a stripe. merge: how stripes are put together. stripe_min_keys: mean keys a row from which a pass
-    is striped (None: by merge and link). max_held_image_bytes: prepared pixels that all requests together may hold on
-    the host.
+    pages of what was computed for requests that begin alike; never done where the decoder keeps a state a request.
+    max_queue: requests that may wait. max_queue_tokens: prompt tokens that may wait (None: half of max_queue requests
+    of full length). step_seconds: a device call that takes longer is taken for dead. dp_encoder: deal images over the
+    mesh. indexer_stripes: stripe the indexer's rows. stripe_rows: rows a stripe. merge: how stripes are put together.
+    stripe_min_keys: mean keys a row from which a pass is striped (None: by merge and link). max_held_image_bytes:
+    prepared pixels that all requests together may hold on the host.
     """
 
     tp: int = 1

@@ -8,18 +8,18 @@ ahead of time and held as `Compiled`, which raises on a mismatch instead of comp
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from serving.config import ROW_TILE, EngineConfig
+from serving.config import ROW_TILE, STATE_CHUNK, EngineConfig
 from serving.models.decoder import CacheArray, Decoder, Selection
 from serving.models.step import Step
-from serving.sampling import SampleArgs, Seats, fill_seat, greedy, sample, score
+from serving.sampling import SampleArgs, Seats, draw, fill_seat, greedy, sample, score
 from vitstripe.checkpoint import abstract_state
 from vitstripe.platform import Platform, platform_of_mesh
 from vitstripe.program import Program, zeros_of
@@ -102,28 +102,42 @@ class LanguageModel:
         """Pages the indexer's key gather holds: those of one longest request, or of several shorter ones."""
         return self.config.pages_per_seq if self.decoder.indexer is not None else 0
 
-    def cache_shardings(self) -> list[dict[str, NamedSharding]]:
-        def place(array: CacheArray) -> NamedSharding:
-            spec = REPLICATED if array.cut is None else PartitionSpec(*[None] * (2 + array.cut), self.axis)
-            return NamedSharding(self.mesh, spec)
+    @property
+    def keeps_state(self) -> bool:
+        """Whether the decoder keeps arrays that have a row a request."""
+        return any(a.per_request for layer in self.decoder.caches() for a in layer.values())
+
+    @property
+    def row_align(self) -> int:
+        """The multiple that a request's rows of a prefill pass start at."""
+        return STATE_CHUNK if self.keeps_state else ROW_TILE
+
+    def abstract_caches(self) -> list[dict[str, jax.ShapeDtypeStruct]]:
+        sizes = self.shapes.pages, self.config.page_size, self.config.max_seqs
+
+        def place(array: CacheArray) -> jax.ShapeDtypeStruct:
+            lead = array.lead(*sizes)
+            spec = REPLICATED if array.cut is None else PartitionSpec(*[None] * (len(lead) + array.cut), self.axis)
+            where = NamedSharding(self.mesh, spec)
+            return jax.ShapeDtypeStruct((*lead, *array.slot_shape), array.dtype or self.dtype, sharding=where)
 
         return [{name: place(a) for name, a in layer.items()} for layer in self.decoder.caches()]
 
-    def abstract_caches(self) -> list[dict[str, jax.ShapeDtypeStruct]]:
-        lead = (self.shapes.pages, self.config.page_size)
-        return [
-            {n: jax.ShapeDtypeStruct((*lead, *a.slot_shape), self.dtype, sharding=s[n]) for n, a in layer.items()}
-            for layer, s in zip(self.decoder.caches(), self.cache_shardings(), strict=True)
-        ]
+    def _bytes(self, *, per_request: bool) -> int:
+        """Bytes on each device of what one page, or one request, has in all layers."""
+        total = 0
+        for a in (a for layer in self.decoder.caches() for a in layer.values() if a.per_request == per_request):
+            slots, parts = math.prod(a.lead(1, self.config.page_size, 1)), self.config.tp if a.cut is not None else 1
+            total += slots * math.prod(a.slot_shape) * jnp.dtype(a.dtype or self.dtype).itemsize // parts
+        return total
 
     def bytes_per_page(self) -> int:
         """Bytes one page takes on each device, over all layers."""
-        total = 0
-        for layer in self.decoder.caches():
-            for a in layer.values():
-                parts = self.config.tp if a.cut is not None else 1
-                total += int(np.prod(a.slot_shape)) * self.config.page_size * jnp.dtype(self.dtype).itemsize // parts
-        return total
+        return self._bytes(per_request=False)
+
+    def bytes_per_seat(self) -> int:
+        """Bytes one request's state takes on each device, over all layers; 0 where the cache is paged alone."""
+        return self._bytes(per_request=True)
 
     def new_caches(self) -> list[dict[str, jax.Array]]:
         """Zeroed caches, placed on the mesh."""
@@ -145,6 +159,7 @@ class LanguageModel:
             last_rows=self._whole((requests,)),
             key_pages=self._whole((keys,)),
             key_starts=self._whole((rows if keys else 0,)),
+            requests=self._whole((4, requests)),
         )
 
     def _samples(self, requests: int) -> SampleArgs:
@@ -181,7 +196,7 @@ class LanguageModel:
             is_image = (pool_index >= 0)[:, None]
             picked = pool[jnp.maximum(pool_index, 0)].astype(hidden.dtype)
             hidden = jnp.where(is_image, picked[:, :width], hidden)
-            deep = jnp.where(is_image, picked[:, width:], 0).reshape(-1, levels, width)
+            deep = jnp.where(is_image, picked[:, width:], 0).reshape(rows, levels, width)
             return hidden, jnp.moveaxis(deep, 1, 0)
 
         count = {"all_reduce": 1} if self.decoder.shards.vocab else {}
@@ -252,7 +267,7 @@ class LanguageModel:
     def extend(self, rows: int, selection: Selection, *, keep_selections: bool = False, draws: bool = True) -> Program:
         """(weights, (hidden [T, D], deepstack [K, T, D] or None), caches, Step, SampleArgs, Seats) -> PassOutput.
         keep_selections: with its selections, for checks. draws: False leaves the last two arguments out, and the
-        tokens to `sample` or `greedy`."""
+        tokens to `sample`, `draw` or `greedy`."""
         name, most = self.extend_name(rows, selection), self.config.max_seqs
         return self._pass(name, rows, most, ROW_TILE, selection, keep=keep_selections, draws=draws)
 
@@ -271,6 +286,12 @@ class LanguageModel:
         """logits [R, V] -> Sampled, where no request asks for more than the largest logit."""
         whole = NamedSharding(self.mesh, REPLICATED)
         return Program(f"greedy/{requests}", jax.jit(greedy, out_shardings=whole), (self._logits(requests),))
+
+    def draw(self, requests: int) -> Program:
+        """(logits [R, V], SampleArgs) -> Sampled, where no request asks for more than temperature and filters."""
+        whole = NamedSharding(self.mesh, REPLICATED)
+        run = jax.jit(partial(draw, branch=self.platform.kind == "cpu"), out_shardings=whole)
+        return Program(f"draw/{requests}", run, (self._logits(requests), self._samples(requests)))
 
     def _logits(self, requests: int) -> jax.ShapeDtypeStruct:
         return self._whole((requests, self.decoder.vocab_size), jnp.float32)
@@ -311,8 +332,7 @@ class LanguageModel:
         made = [self.splice(t) for t in self.config.token_buckets]
         made += [self.extend(t, s, draws=False) for t in self.config.token_buckets for s in self.selections]
         made += [self.score(t) for t in self.config.token_buckets]
-        # The tokens are drawn by programs of their own. Those that branch hold the thread that dispatches them until
-        # the logits are there; a greedy batch, which needs no branch, is dispatched while the device computes.
+        # The tokens are drawn by programs of their own: see serving.sampling.
         for size in self.config.batch_buckets:
-            made += [self.decode(size, draws=False), self.sample(size), self.greedy(size)]
+            made += [self.decode(size, draws=False), self.sample(size), self.draw(size), self.greedy(size)]
         return [*made, self.fill_seat()]

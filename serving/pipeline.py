@@ -9,7 +9,8 @@ dispatch.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -56,7 +57,10 @@ class Pipeline:
     ):
         self._runner, self._metrics, self._beat = runner, metrics, beat
         self._on_token, self._fail = on_token, fail
-        self.scheduler = Scheduler(config, runner.pages, gather_pages=runner.lm.gather_pages)
+        lm = runner.lm
+        self.scheduler = Scheduler(
+            config, runner.pages, gather_pages=lm.gather_pages, align=lm.row_align, keeps_state=lm.keeps_state
+        )
         self.images = ImageRows(runner.encoder, metrics, fail=fail, beat=beat)
         self.steps = 0
         self._flight: _Flight | None = None
@@ -68,10 +72,18 @@ class Pipeline:
     def step(self) -> None:
         """Plans and dispatches a step, then reads the one before."""
         self.steps += 1
-        due, chunks = self._plan()
-        dispatched = self._dispatch(chunks, due)
+        with self._doing("plan"):
+            due, chunks = self._plan()
+        with self._doing("dispatch"):
+            dispatched = self._dispatch(chunks, due)
         self._collect()
         self._flight = dispatched
+
+    @contextmanager
+    def _doing(self, what: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self._metrics.spent(what, time.perf_counter() - begin)
 
     @partial(jax.profiler.annotate_function, name="plan")
     def _plan(self) -> tuple[list[Sequence], list[Chunk]]:
@@ -129,15 +141,17 @@ class Pipeline:
             return
         self._beat("waiting for the devices")
         told = any(s.submission.params.logprobs is not None for s in (*flight.due, *(c.seq for c in flight.chunks)))
-        prefilled = flight.prefilled.on_host(told=told) if flight.prefilled else None
-        decoded = flight.decoded.on_host(told=told) if flight.decoded else None
+        with self._doing("wait"):
+            prefilled = flight.prefilled.on_host(told=told) if flight.prefilled else None
+            decoded = flight.decoded.on_host(told=told) if flight.decoded else None
         self._beat("")
-        for row, chunk in enumerate(flight.chunks):
-            if prefilled is not None and not chunk.seq.closed:
-                self._take(chunk.seq, prefilled, row, chunk.stop, chunk.finishes_prompt)
-        for row, seq in enumerate(flight.due):
-            if decoded is not None and not seq.closed:
-                self._take(seq, decoded, row, len(seq.tokens), True)
+        with self._doing("tell"):
+            for row, chunk in enumerate(flight.chunks):
+                if prefilled is not None and not chunk.seq.closed:
+                    self._take(chunk.seq, prefilled, row, chunk.stop, chunk.finishes_prompt)
+            for row, seq in enumerate(flight.due):
+                if decoded is not None and not seq.closed:
+                    self._take(seq, decoded, row, len(seq.tokens), True)
 
     def _take(self, seq: Sequence, sampled: Sampled, row: int, computed: int, is_next: bool) -> None:
         """What a pass gave for a request: its first `computed` tokens are in the cache, and if is_next there is one

@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dsa_indexer import RowBatch, StripeConfig, engages, striped_topk_rows, topk_rows
+from dsa_indexer import IndexerConfig, RowBatch, StripeConfig, engages, striped_topk_rows, topk_rows
 from serving.batch import Packer, following_tokens, samples_after, samples_of
 from serving.config import EngineConfig, bucket_for
 from serving.feed import TokenFeed
@@ -55,20 +55,27 @@ class ProgramTime:
     run_seconds: float
 
 
-def cache_pages(config: EngineConfig, bytes_per_page: int, mesh: Mesh) -> int:
-    """Pages of the cache: as configured, or what fits in 80 % of the devices' free memory, or on a CPU enough for
-    max_seqs requests of full length. Raises ValueError when one request of max_model_len does not fit."""
+def free_memory(mesh: Mesh) -> int | None:
+    """Bytes that are free on the device that has least, None where no device says so."""
+    stats = [d.memory_stats() for d in mesh.devices.flat] if mesh.devices.flat[0].platform == "gpu" else []
+    return min((s["bytes_limit"] - s["bytes_in_use"] for s in stats if s), default=None)
+
+
+def cache_pages(config: EngineConfig, bytes_per_page: int, free: int | None, *, bytes_per_seat: int = 0) -> int:
+    """Pages of the cache: as configured, or what fits in 80 % of `free` bytes a device beside the states of max_seqs
+    requests, or, where that is None, enough for max_seqs requests of full length. Raises ValueError when one request of
+    max_model_len does not fit."""
     if config.cache_tokens is not None:
         return -(-config.cache_tokens // config.page_size)
-    stats = [d.memory_stats() for d in mesh.devices.flat] if mesh.devices.flat[0].platform == "gpu" else []
-    free = [s["bytes_limit"] - s["bytes_in_use"] for s in stats if s]
-    if not free:
+    if free is None:
         return config.max_seqs * config.pages_per_seq
-    pages = int(min(free) * 0.8) // bytes_per_page
+    states = config.max_seqs * bytes_per_seat
+    pages = max(0, int(free * 0.8) - states) // bytes_per_page
     if pages < config.pages_per_seq:
+        beside = f" beside {states / 2**30:.1f} GiB of states of {config.max_seqs} requests" if states else ""
         raise ValueError(
-            f"free device memory holds {pages * config.page_size} cache tokens, less than max_model_len "
-            f"{config.max_model_len}; lower max_model_len or raise tp"
+            f"free device memory holds {pages * config.page_size} cache tokens{beside}, less than max_model_len "
+            f"{config.max_model_len}; lower max_model_len{' or max_seqs' if states else ''} or raise tp"
         )
     # More than every seat at full length can hold is never used.
     return min(pages, config.max_seqs * config.pages_per_seq)
@@ -90,7 +97,7 @@ class Runner:
         self.config, self.mesh, self.encoder = config, mesh, encoder
         self.weights = tuple(jax.tree.leaves(state))
         sizing = LanguageModel(graphdef, abstract, mesh, config, LmShapes(0))
-        pages = cache_pages(config, sizing.bytes_per_page(), mesh)
+        pages = cache_pages(config, sizing.bytes_per_page(), free_memory(mesh), bytes_per_seat=sizing.bytes_per_seat())
         pool = (0, 0) if encoder is None else encoder.pool.shape
         self.lm = LanguageModel(graphdef, abstract, mesh, config, LmShapes(pages, *pool))
         self.pages = pages
@@ -100,7 +107,14 @@ class Runner:
         self.programs: dict[str, jax.stages.Compiled] = {}
         self.stripes = stripe_config(config, platform_of_mesh(mesh).kind)
         if len(self.lm.selections) > 1:
-            _log_stripes(self.stripes, config)
+            _log_stripes(self.stripes, config, self.lm.decoder.indexer)
+        if self.lm.keeps_state:
+            logger.info(
+                "each of %d requests keeps a state of %.1f MiB on each device; pages without the state that belongs to "
+                "them are of no use, so the prefix cache is off",
+                config.max_seqs,
+                self.lm.bytes_per_seat() / 2**20,
+            )
 
     # -- passes
 
@@ -109,12 +123,14 @@ class Runner:
 
     def selection_for(self, chunks: Seq[Chunk]) -> Selection:
         """How the indexer runs in a prefill pass of these chunks."""
-        if len(self.lm.selections) == 1 or self.lm.decoder.indexer is None:
+        indexer = self.lm.decoder.indexer
+        if len(self.lm.selections) == 1 or indexer is None:
             return self.lm.selections[0]
         rows = sum(c.stop - c.start for c in chunks)
         keys = sum((c.start + 1 + c.stop) * (c.stop - c.start) // 2 for c in chunks)
-        most, k = max(c.stop for c in chunks), self.lm.decoder.indexer.topk
-        striped, _ = engages(rows, self.config.tp, keys / max(rows, 1), self.stripes, most_keys=most, k=k)
+        pool = indexer.pool or 1
+        mean, most = keys / max(rows, 1) / pool, max(c.stop for c in chunks) // pool
+        striped, _ = engages(rows, self.config.tp, mean, self.stripes, most_keys=most, k=indexer.selected)
         return self.lm.selections[int(striped)]
 
     def prefill(self, chunks: Seq[Chunk], selection: Selection) -> Sampled:
@@ -183,10 +199,13 @@ class Runner:
         return replace(out, sampled=self._sample(out.logits, samples))
 
     def _sample(self, logits: jax.Array | np.ndarray, samples: SampleArgs) -> Sampled:
-        size = logits.shape[0]
-        if samples.is_greedy:
-            return self.programs[f"greedy/{size}"](logits)
-        sampled, self.seats = self.programs[f"sample/{size}"](logits, samples, self.seats)
+        program = self.programs[f"{samples.program}/{logits.shape[0]}"]
+        match samples.program:
+            case "greedy":
+                return program(logits)
+            case "draw":
+                return program(logits, samples)
+        sampled, self.seats = program(logits, samples, self.seats)
         return sampled
 
     def decode(self, seqs: Seq[Sequence]) -> Sampled:
@@ -231,7 +250,7 @@ class Runner:
             outs = [timed(name, run) for name, run in passes]
             timed(f"score/{rows}", partial(self._score, [chunk], outs[0].hidden))
             self._check_agreement(rows, [np.asarray(out.logits)[0] for out in outs])
-        one_token = self._made_up_chunk(1).seq
+        one_token, told = (self._made_up_chunk(1, logprobs=count).seq for count in (None, 1))
         for size in self.config.batch_buckets:
             seats = np.zeros(size, np.int32)
             ids = timed(f"feed/{size}", partial(self.feed.ids, seats))
@@ -239,7 +258,8 @@ class Runner:
             timed(f"decode/{size}", partial(self.decode, [one_token] * size))
             logits = np.zeros((size, self.lm.decoder.vocab_size), np.float32)
             timed(f"greedy/{size}", partial(self._sample, logits, samples_of([], size)))
-            timed(f"sample/{size}", partial(self._sample, logits, samples_of([one_token], size)))
+            timed(f"draw/{size}", partial(self._sample, logits, samples_of([one_token], size)))
+            timed(f"sample/{size}", partial(self._sample, logits, samples_of([told], size)))
         timed("seat", lambda: self._fill_seat(one_token))
         if never_ran := self.programs.keys() - seconds.keys():
             raise RuntimeError(f"programs that were compiled but not run: {', '.join(sorted(never_ran))}")
@@ -247,15 +267,15 @@ class Runner:
             check_stripes(self.lm, self.stripes)
         return [ProgramTime(p.name, compile_seconds[p.name], seconds[p.name]) for p in programs]
 
-    def _made_up_chunk(self, rows: int) -> Chunk:
+    def _made_up_chunk(self, rows: int, logprobs: int | None = None) -> Chunk:
         """A chunk of a request that does not exist, on pages that nobody holds yet."""
         length = min(rows, self.config.max_model_len)
         ids = [i % self.lm.decoder.vocab_size for i in range(1, length + 1)]
-        params = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9)
+        params = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, logprobs=logprobs)
         positions = np.broadcast_to(np.arange(length, dtype=np.int32), (3, length))
         seq = Sequence(Submission("warm-up", ids, (), params), lambda event: None, positions, 0, seed=1)
         seq.add_pages(range(-(-length // self.config.page_size)))
-        return Chunk(seq, 0, length)
+        return Chunk(seq, 0, length, self.lm.row_align)
 
     def _check_agreement(self, rows: int, logits: list[np.ndarray]) -> None:
         scale = max(float(np.abs(logits[0]).max()), 1e-6)
@@ -277,9 +297,10 @@ def stripe_config(config: EngineConfig, platform: str) -> StripeConfig:
     return StripeConfig(rows=config.stripe_rows, merge=config.merge, min_mean_keys=keys)
 
 
-def _log_stripes(stripes: StripeConfig, config: EngineConfig) -> None:
+def _log_stripes(stripes: StripeConfig, config: EngineConfig, indexer: IndexerConfig | None) -> None:
     # The last pass of the longest prompt has the most keys a row that this server can ever see.
-    most = config.max_model_len - min(config.prefill_tokens, config.max_model_len) // 2
+    pool = indexer.pool or 1 if indexer else 1
+    most = (config.max_model_len - min(config.prefill_tokens, config.max_model_len) // 2) // pool
     reach = "" if most >= stripes.min_mean_keys else f"; with max_model_len {config.max_model_len} none ever has"
     logger.info(
         "indexer rows go in stripes of %d over %d devices, merged by %s, in passes of %d keys a row and more%s",
@@ -297,7 +318,7 @@ def check_stripes(lm: LanguageModel, stripes: StripeConfig) -> None:
     not work here must not be found out by wrong answers."""
     c = lm.decoder.indexer
     assert c is not None
-    rows, keys = stripes.rows * lm.config.tp + 5, 2 * c.topk
+    rows, keys, k = stripes.rows * lm.config.tp + 5, 2 * c.selected, c.selected
     draw = iter(jax.random.split(jax.random.key(0), 3))
     whole = NamedSharding(lm.mesh, PartitionSpec())
 
@@ -308,11 +329,9 @@ def check_stripes(lm: LanguageModel, stripes: StripeConfig) -> None:
     index_keys = normal(keys, c.head_dim).astype(lm.dtype)
     lengths = jax.device_put(np.linspace(1, keys, rows).astype(np.int32), whole)
     batch = RowBatch(ks=jnp.zeros_like(lengths), lengths=lengths)
-    expected = np.asarray(
-        jax.jit(lambda *a: topk_rows(*a, k=c.topk, forced=c.forced))(q, gates, index_keys, None, batch)
-    )
+    expected = np.asarray(jax.jit(lambda *a: topk_rows(*a, k=k, forced=c.forced))(q, gates, index_keys, None, batch))
     striped = jax.jit(
-        lambda *a: striped_topk_rows(*a, k=c.topk, forced=c.forced, mesh=lm.mesh, axis=lm.axis, stripes=stripes)
+        lambda *a: striped_topk_rows(*a, k=k, forced=c.forced, mesh=lm.mesh, axis=lm.axis, stripes=stripes)
     )
     for shard in striped(q, gates, index_keys, None, batch).addressable_shards:
         wrong = int((np.asarray(shard.data) != expected).any(-1).sum())

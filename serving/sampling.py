@@ -1,16 +1,20 @@
-"""Choosing the next token on the device, whatever a request asks for, in one program.
+"""Choosing the next token on the device, whatever a request asks for.
 
 Order (vLLM's, with min-p last as in transformers):
 
     float32 logits -> log-probabilities that are told -> logit_bias and min_tokens -> repetition -> frequency
     -> presence -> greedy rows: the largest, done -> / temperature -> top-k -> top-p of what is left -> min-p -> draw
 
-Each part is behind a `lax.cond` on whether some row of the batch needs it, so that a greedy batch costs an argmax. No
-part sorts the vocabulary: thresholds are found bit by bit, with one masked sum over the row each.
+There are three programs, and the host knows which a batch needs: `greedy`, an argmax; `draw`, for rows that ask for
+nothing but temperature and filters; and `sample`, for everything, each part behind a `lax.cond` on whether some row
+needs it. On a GPU a branch holds the thread that dispatches it until the pass before it is done, and the host cannot
+plan the next one meanwhile, so the first two have none there. No part sorts the vocabulary: thresholds are found bit by
+bit, with one masked sum over the row each.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +33,7 @@ LEAST_LOGPROB = -9999.0
 
 _REALS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
 _INTS = ("seed_low", "seed_high", "index", "top_k", "min_tokens", "seat", "logprobs")
-_TOP_P, _REPETITION = _REALS.index("top_p"), _REALS.index("repetition")
+_TEMPERATURE, _TOP_P, _REPETITION = (_REALS.index(name) for name in ("temperature", "top_p", "repetition"))
 _INDEX, _SEAT, _LOGPROBS = _INTS.index("index"), _INTS.index("seat"), _INTS.index("logprobs")
 NOT_SEATED = (1 << 31) - 1
 """The seat of a row that has none, past the end of every table: reads of it are masked, writes dropped."""
@@ -56,11 +60,11 @@ class SampleArgs:
         return self.reals[:, _REALS.index(name)] if name in _REALS else self.ints[:, _INTS.index(name)]
 
     @property
-    def is_greedy(self) -> bool:
-        """Whether every row takes the largest logit and asks for nothing else. For arrays of the host."""
-        draws = self.reals[:, _REALS.index("temperature")] >= LEAST_TEMPERATURE
-        asks = (self.ints[:, _SEAT] != NOT_SEATED) | (self.ints[:, _LOGPROBS] >= 0)
-        return not (draws | asks).any()
+    def program(self) -> str:
+        """The least of the three programs that gives every row what it asks for. For arrays of the host."""
+        if (self.ints[:, _SEAT] != NOT_SEATED).any() or (self.ints[:, _LOGPROBS] >= 0).any():
+            return "sample"
+        return "draw" if (self.reals[:, _TEMPERATURE] >= LEAST_TEMPERATURE).any() else "greedy"
 
     @staticmethod
     def shapes(requests: int) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -141,9 +145,18 @@ def _told(logprob: float) -> float:
 
 @jax.named_scope("sample")
 def greedy(logits: Float[Array, "R V"]) -> Sampled:
-    """What `sample` gives where every row `is_greedy`, without a branch."""
+    """What `sample` gives where every row takes the largest logit and asks for nothing else."""
     tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     return Sampled(jnp.where(jnp.isfinite(logits).all(-1), tokens, -1), _no_scores(logits.shape[0]))
+
+
+@jax.named_scope("sample")
+def draw(logits: Float[Array, "R V"], args: SampleArgs, *, branch: bool) -> Sampled:
+    """What `sample` gives where no row has a seat or asks for log-probabilities. branch: leave out what no row needs;
+    a matter of speed alone."""
+    largest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    drawn = jnp.where(args.of("temperature") >= LEAST_TEMPERATURE, _drawn(logits, args, branch=branch), largest)
+    return Sampled(jnp.where(jnp.isfinite(logits).all(-1), drawn, -1), _no_scores(logits.shape[0]))
 
 
 @jax.named_scope("sample")
@@ -152,8 +165,9 @@ def sample(logits: Float[Array, "R V"], args: SampleArgs, seats: Seats) -> tuple
     raw, held = logits, seats.tokens.shape[0]
     logits = lax.cond(jnp.any(args.of("seat") < held), lambda: _adjusted(raw, args, seats), lambda: raw)
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    draws = args.of("temperature") >= LEAST_TEMPERATURE
-    tokens = lax.cond(jnp.any(draws), lambda: jnp.where(draws, _drawn(logits, args), greedy), lambda: greedy)
+    warm = args.of("temperature") >= LEAST_TEMPERATURE
+    drawn = partial(_drawn, logits, args, branch=True)
+    tokens = lax.cond(jnp.any(warm), lambda: jnp.where(warm, drawn(), greedy), lambda: greedy)
     best = jnp.take_along_axis(logits, greedy[:, None], axis=-1)[:, 0]
     tokens = jnp.where(jnp.isfinite(raw).all(-1) & (best > -jnp.inf), tokens, -1)
     told = jnp.max(args.of("logprobs"))
@@ -220,10 +234,10 @@ def _adjusted(logits: Float[Array, "R V"], args: SampleArgs, seats: Seats) -> Fl
 # -- drawing
 
 
-def _drawn(logits: Float[Array, "R V"], args: SampleArgs) -> Int[Array, " R"]:
+def _drawn(logits: Float[Array, "R V"], args: SampleArgs, *, branch: bool) -> Int[Array, " R"]:
     """Gumbel-max over what the filters leave: noise is keyed by seed, index and token id."""
     scaled = logits / jnp.maximum(args.of("temperature"), LEAST_TEMPERATURE)[:, None]
-    floor = _filtered(scaled, args.of("top_k"), args.of("top_p"))
+    floor = _filtered(scaled, args.of("top_k"), args.of("top_p"), branch=branch)
     best = scaled.max(-1, keepdims=True)
     # A token is as likely as exp of its distance from the best one; a min_p of 0 has a distance of -inf.
     keep = (_order(scaled) >= floor[:, None]) & (scaled >= best + jnp.log(args.of("min_p"))[:, None])
@@ -236,7 +250,9 @@ def _drawn(logits: Float[Array, "R V"], args: SampleArgs) -> Int[Array, " R"]:
     return jnp.argmax(jnp.where(keep, scaled, -jnp.inf) + drawn, axis=-1).astype(jnp.int32)
 
 
-def _filtered(scaled: Float[Array, "R V"], top_k: Int[Array, " R"], top_p: Float[Array, " R"]) -> UInt[Array, " R"]:
+def _filtered(
+    scaled: Float[Array, "R V"], top_k: Int[Array, " R"], top_p: Float[Array, " R"], *, branch: bool
+) -> UInt[Array, " R"]:
     """The least `_order` that top-k and then top-p keep. Equals of the last one that is kept all stay."""
     order = _order(scaled)
     everything = jnp.zeros(scaled.shape[0], jnp.uint32)
@@ -253,8 +269,11 @@ def _filtered(scaled: Float[Array, "R V"], top_k: Int[Array, " R"], top_p: Float
         floor = _largest(lambda tried: jnp.where(order >= tried[:, None], weight, 0.0).sum(-1) >= wanted, everything)
         return jnp.where(top_p < 1.0, jnp.minimum(floor, order.max(-1)), everything)
 
-    floor_k = lax.cond(jnp.any(top_k > 0), by_count, lambda: everything)
-    return jnp.maximum(floor_k, lax.cond(jnp.any(top_p < 1.0), by_mass, lambda: everything))
+    def floor_of(asked: Array, found: Callable[[], Array]) -> Array:
+        return lax.cond(asked, found, lambda: everything) if branch else found()
+
+    floor_k = floor_of(jnp.any(top_k > 0), by_count)
+    return jnp.maximum(floor_k, floor_of(jnp.any(top_p < 1.0), by_mass))
 
 
 def _order(x: Float[Array, "R V"]) -> UInt[Array, "R V"]:

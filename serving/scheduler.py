@@ -24,16 +24,18 @@ from serving.sequence import NO_SEAT, Sequence
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens [start, stop) of a sequence, computed in one prefill pass."""
+    """Tokens [start, stop) of a sequence, computed in one prefill pass. align: the next one's rows start at a multiple
+    of it."""
 
     seq: Sequence
     start: int
     stop: int
+    align: int = ROW_TILE
 
     @property
     def rows(self) -> int:
-        """Rows the chunk takes in a pass, its padding to whole row tiles included."""
-        return -(-(self.stop - self.start) // ROW_TILE) * ROW_TILE
+        """Rows the chunk takes in a pass, its padding included."""
+        return -(-(self.stop - self.start) // self.align) * self.align
 
     @property
     def finishes_prompt(self) -> bool:
@@ -43,9 +45,22 @@ class Chunk:
 class Scheduler:
     """Queues, seats and cache pages. Not thread-safe: the engine thread owns it."""
 
-    def __init__(self, config: EngineConfig, pages: int, *, gather_pages: int = 0):
-        """gather_pages: most pages all requests of one prefill pass may have together (0: no limit)."""
-        self.config, self.pages, self.gather_pages = config, PagePool(pages), gather_pages
+    def __init__(
+        self,
+        config: EngineConfig,
+        pages: int,
+        *,
+        gather_pages: int = 0,
+        align: int = ROW_TILE,
+        keeps_state: bool = False,
+    ):
+        """gather_pages: most pages all requests of one prefill pass may have together (0: no limit). align: see Chunk.
+        keeps_state: the decoder keeps a state a request, so what another request has computed is of no use: its pages
+        come without the state that belongs to them."""
+        if config.prefill_tokens < align:
+            raise ValueError(f"prefill_tokens is {config.prefill_tokens}; this model needs at least {align}")
+        self.config, self.pages, self.gather_pages, self.align = config, PagePool(pages), gather_pages, align
+        self._shares = config.prefix_cache and not keeps_state
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
@@ -82,7 +97,7 @@ class Scheduler:
     # -- the prefix cache
 
     def _keys(self, seq: Sequence) -> list[bytes]:
-        return extend_keys(seq, self.config.page_size) if self.config.prefix_cache else []
+        return extend_keys(seq, self.config.page_size) if self._shares else []
 
     def _shareable(self, seq: Sequence) -> list[bytes]:
         """Keys of the pages it may take from others: the last token is always computed, for its logits; all are where
@@ -178,7 +193,7 @@ class Scheduler:
             self._adopt(seq)
         prompts.sort(key=lambda s: s.order)
         others = sorted(prompts[1:], key=lambda s: len(s.tokens) - s.computed)
-        half = -(-self.config.prefill_tokens // (2 * ROW_TILE)) * ROW_TILE
+        half = -(-self.config.prefill_tokens // (2 * self.align)) * self.align
         filling = _Pass(self, in_flight)
         filling.add(prompts[0], half)
         for seq in others:
@@ -191,7 +206,8 @@ class _Pass:
     """A prefill pass as it fills up."""
 
     def __init__(self, scheduler: Scheduler, in_flight: Iterable[Chunk]):
-        self.rows, self._pages = scheduler.config.prefill_tokens, scheduler.gather_pages or scheduler.pages.total
+        self.rows = scheduler.config.prefill_tokens // scheduler.align * scheduler.align
+        self._pages = scheduler.gather_pages or scheduler.pages.total
         self._scheduler, self.chunks = scheduler, list[Chunk]()
         self._claimed: set[bytes] = set()
         for chunk in in_flight:
@@ -211,7 +227,7 @@ class _Pass:
         gathered = -(-stop // size)
         if gathered > self._pages:
             return
-        chunk = Chunk(seq, seq.computed, stop)
+        chunk = Chunk(seq, seq.computed, stop, self._scheduler.align)
         self.chunks.append(chunk)
         self._claim(chunk)
         self.rows, self._pages = self.rows - chunk.rows, self._pages - gathered
@@ -223,5 +239,5 @@ class _Pass:
         first, size = self.chunks[0], self._scheduler.config.page_size
         stop = min(len(seq.tokens), first.start + first.rows + self.rows)
         if -(-stop // size) <= self._pages + -(-first.stop // size):
-            self.chunks[0] = Chunk(seq, first.start, stop)
+            self.chunks[0] = Chunk(seq, first.start, stop, first.align)
         return None

@@ -6,10 +6,12 @@ Each nnx.Param carries metadata the loader reads:
   disk_axes   the order in which the file's axes are taken before they are flattened into the parameter's shape
   stacked     True when dimension 0 stacks one tensor an expert: `experts.gate_proj.weight` is read from
               `experts.0.gate_proj.weight`, `experts.1.gate_proj.weight`, ...
+  rows_of     the larger tensor the file may hold this parameter in, see RowsOf, or None
 Parameters are made with their global shapes; inside shard_map the same module sees its device's part.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,6 +22,17 @@ from jax import lax
 from jaxtyping import Array, Float
 
 
+@dataclass(frozen=True)
+class RowsOf:
+    """Where a parameter is found when the file holds no tensor of its own name: in rows [start, start + n), n its own
+    rows, of a tensor with `rows` rows. name: of that tensor, in the place of the last two parts of the parameter's path
+    ("gate_up_proj.weight" for "mlp.up_proj.weight"). A stacked parameter's larger tensor is [E, rows, ...]."""
+
+    name: str
+    start: int
+    rows: int
+
+
 def param(
     shape: tuple[int, ...],
     dtype,
@@ -28,10 +41,18 @@ def param(
     disk_shape: tuple[int, ...] | None = None,
     disk_axes: tuple[int, ...] | None = None,
     stacked: bool = False,
+    rows_of: RowsOf | None = None,
 ) -> nnx.Param:
     """A zero parameter with the loader's metadata. Build models under nnx.eval_shape: nothing is allocated."""
     value = jnp.zeros(shape, dtype)
-    return nnx.Param(value, tp_axis=tp_axis, disk_shape=disk_shape or shape, disk_axes=disk_axes, stacked=stacked)
+    return nnx.Param(
+        value,
+        tp_axis=tp_axis,
+        disk_shape=disk_shape or shape,
+        disk_axes=disk_axes,
+        stacked=stacked,
+        rows_of=rows_of,
+    )
 
 
 def linear(x: Float[Array, "*B I"], weight: Float[Array, "O I"]) -> Float[Array, "*B O"]:
@@ -42,13 +63,22 @@ def linear(x: Float[Array, "*B I"], weight: Float[Array, "O I"]) -> Float[Array,
 
 class Linear(nnx.Module):
     """y = x W^T (+ b). weight [out, in]. `tp` cuts the rows ("out") or the columns ("in") over the mesh;
-    after an "in" layer the caller sums over the mesh axis, and such a layer has no bias."""
+    after an "in" layer the caller sums over the mesh axis, and such a layer has no bias. rows_of: of the weight."""
 
-    def __init__(self, in_features: int, out_features: int, *, dtype, bias: bool = False, tp: str | None = None):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        dtype,
+        bias: bool = False,
+        tp: str | None = None,
+        rows_of: RowsOf | None = None,
+    ):
         if tp == "in" and bias:
             raise ValueError("a bias on a column-cut layer would be added once a device")
         axis = {None: None, "out": 0, "in": 1}[tp]
-        self.weight = param((out_features, in_features), dtype, tp_axis=axis)
+        self.weight = param((out_features, in_features), dtype, tp_axis=axis, rows_of=rows_of)
         self.bias = param((out_features,), dtype, tp_axis=axis) if bias else None
 
     def __call__(self, x: Float[Array, "*B I"]) -> Float[Array, "*B O"]:

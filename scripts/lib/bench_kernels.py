@@ -30,7 +30,9 @@ from rich.table import Table
 from dsa_indexer import sparse_mla
 from dsa_indexer.scores.triton import row_scores_triton
 from dsa_indexer.topk.triton import select_topk_triton
-from serving.config import ROW_TILE
+from serving.config import ROW_TILE, STATE_CHUNK
+from serving.models.delta_rule import delta_chunked, delta_recurrent, delta_step, l2_normalise
+from serving.models.grouped_matmul import grouped_matmul
 from serving.models.paged_attention.triton import paged_attention_triton
 from vitbatch.attention.triton import attend_triton
 from vitbatch.config import align
@@ -42,12 +44,14 @@ CACHE_BYTES = 256 << 20
 PLAIN = Platform("cpu", "", "")
 """Asks a dispatch function for plain XLA, whatever the machine."""
 GROUP, GROUPS = 20, 7  # dispatches a synchronisation; their median is taken over the groups
-PARTS = ("attention", "scores", "selection", "sparse", "paged")
+PARTS = ("attention", "scores", "selection", "sparse", "paged", "delta", "experts")
 EXPLAIN = """\
 TFLOP/s count useful work only: 4 * tokens^2 * head dim * heads for attention, 2 * dim * heads for each pair of a row
-and a key it sees for scores. TB/s of a selection count one read of the scores, those of a paged decode one of keys and
-values. floor: the useful work at the rate of an 8192^3 bfloat16 product, or the read at the rate of a large copy (read
-and written), both measured in this run."""
+and a key it sees for scores, 6 * keys * values * heads for each token of the delta rule, 2 * inputs * outputs for each
+row that an expert takes. TB/s of a selection count one read of the scores, those of a paged decode one of keys and
+values, those of the delta rule's step one read and one write of the states, those of few rows an expert one read of the
+experts that have any. floor: the useful work at the rate of an 8192^3 bfloat16 product, or the read at the rate of a
+large copy (read and written), both measured in this run."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ class Line:
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="scripts/bench_kernels",
-        description="Times packed, sparse and paged attention, index scores and selection of the largest on a GPU: "
+        description="Times packed, sparse and paged attention, index scores, selection and the delta rule on a GPU: "
         "medians, random data, everything in one run. Prints a table and writes JSON.",
         epilog="example: scripts/bench_kernels --only attention --json kernels.json",
     )
@@ -271,6 +275,57 @@ class Bench:
             amount = 2.0 * keys * (keys + 1) * heads * dim
             self.add(name, f"cuDNN, all {keys} rows, causal", sets, peer, amount, "TFLOP/s")
 
+    def delta(self, tokens: int = 8192, requests: int = 64, heads: int = 64, dim: int = 128) -> None:
+        """The delta rule of a prompt, with a decay a key channel and with one a head, and a token of many requests."""
+        chunks = -(-tokens // STATE_CHUNK)
+        seats, fresh = jnp.zeros(chunks, jnp.int32), jnp.zeros(chunks, bool)
+        for label, width, floor in (("a decay a channel", dim, -5.0), ("a decay a head", 1, None)):
+            name = f"delta rule, {tokens} tokens, {heads} heads of {dim} x {dim}, {label}"
+            # A state for each seat, though one is used: it would show if every chunk copied them all.
+            sets = rotated(partial(delta_inputs, rows=tokens, states=requests, heads=heads, dim=dim, width=width))
+            flop = 6.0 * tokens * heads * dim * dim
+
+            def chunked(*args: jax.Array, floor: float | None = floor) -> tuple[jax.Array, jax.Array]:
+                return delta_chunked(*args, seats, fresh, gate_floor=floor)
+
+            def recurrent(*args: jax.Array) -> tuple[jax.Array, jax.Array]:
+                return delta_recurrent(*args[:-1], args[-1][0])
+
+            self.add(name, "in chunks", sets, chunked, flop, "TFLOP/s", group=5)
+            self.add(name, "token by token", sets, recurrent, flop, "TFLOP/s", group=1)
+            (ours, state), (theirs, _) = (compiled(fn, sets[0])(*sets[0]) for fn in (chunked, recurrent))
+            apart = float(jnp.abs(ours - theirs).max() / jnp.abs(theirs).max())
+            self.console.print(
+                f"{name}: {apart:.1e} of the largest value apart; finite: {bool(jnp.isfinite(state).all())}"
+            )
+        name = f"delta rule, a token of {requests} requests, {heads} heads of {dim} x {dim}, a decay a channel"
+        sets = rotated(partial(delta_inputs, rows=requests, states=requests, heads=heads, dim=dim, width=dim))
+        self.add(name, "step", sets, delta_step, 2.0 * requests * heads * dim * dim * 4, "TB/s")
+
+    def experts(self, here: int = 36, devices: int = 8, outputs: int = 2048, inputs: int = 4096) -> None:
+        """One product of the experts that a device of 8 keeps of GLM-5.3-Flash, its eighth of the rows taken."""
+        for tokens, group in ((64, GROUP), (8192, 5)):
+            rows, taken = 8 * tokens, 8 * tokens // devices
+            draw = np.random.default_rng(tokens)
+            sizes = draw.multinomial(taken, draw.dirichlet(np.full(here, 4.0))).astype(np.int32)
+            shapes = ((tokens, inputs), (here, outputs, inputs))
+            which = jnp.asarray(draw.permutation(rows).astype(np.int32) // 8)
+            sets = [
+                (*(normal(2 * i + j, s, jnp.bfloat16) for j, s in enumerate(shapes)), jnp.asarray(sizes), which)
+                for i in range(2)
+            ]
+            few = taken < 24 * here
+            amount = 2.0 * (sizes > 0).sum() * outputs * inputs if few else 2.0 * taken * outputs * inputs
+            name = f"experts, {tokens} tokens, {taken} of {rows} rows on {here} of {outputs} x {inputs}"
+            for what, platform, count in (("kernel", self.platform, group), ("lax.ragged_dot", PLAIN, 2)):
+                fn = partial(grouped_matmul, spread=devices * here, platform=platform)
+                self.add(name, what, sets, fn, float(amount), "TB/s" if few else "TFLOP/s", group=count)
+            if few:  # plain XLA may not have the memory for many
+                both = (grouped_matmul(*sets[0], platform=p)[:taken] for p in (self.platform, PLAIN))
+                ours, theirs = (np.asarray(y, np.float32) for y in both)
+                apart = float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+                self.console.print(f"{name}: {apart:.1e} of the largest value apart")
+
     def table(self) -> Table:
         table = Table(box=SIMPLE)
         for column in ("work", "what", "ms", "rate", "floor ms", "floor/time"):
@@ -307,6 +362,15 @@ def sparse_inputs(number: int, *, rows: int, heads: int, width: int, requests: i
     chosen = ((jnp.arange(k) + place) * (slots / k)).astype(jnp.int32)
     request = jnp.arange(rows, dtype=jnp.int32) // (rows // requests)
     return q, kv, chosen + request[:, None] * slots
+
+
+def delta_inputs(number: int, *, rows: int, states: int, heads: int, dim: int, width: int) -> tuple:
+    """q, k, v, g, beta and states as a layer gives them: v in bfloat16, the rest in float32. g: in (-5, 0)."""
+    made = [normal(6 * number + i, (rows, heads, dim), jnp.float32) for i in range(3)]
+    g = -5 * jax.nn.sigmoid(2 * normal(6 * number + 3, (rows, heads, width), jnp.float32) - 4)
+    beta = jax.nn.sigmoid(normal(6 * number + 4, (rows, heads), jnp.float32))
+    state = normal(6 * number + 5, (states, heads, dim, dim), jnp.float32)
+    return l2_normalise(made[0]) * dim**-0.5, l2_normalise(made[1]), made[2].astype(jnp.bfloat16), g, beta, state
 
 
 def torch_sparse_seconds(sets: Sequence[tuple], value_dim: int, block: int = 256) -> float:

@@ -108,7 +108,15 @@ class Passes:
             last_rows=np.resize(np.arange(requests, dtype=np.int32) * each + each - 1, self.engine.max_seqs),
             key_pages=gathered if sparse else np.zeros(0, np.int32),
             key_starts=np.zeros(rows if sparse else 0, np.int32),
+            requests=self._requests(requests, each, keys),
         )
+
+    def _requests(self, requests: int, each: int, keys: int) -> np.ndarray:
+        """Step.requests of `each` rows at the end of `keys` keys of the first `requests` seats."""
+        seats = np.arange(self.engine.max_seqs, dtype=np.int32)
+        runs = seats < requests
+        columns = (np.where(runs, seats, self.engine.max_seqs), seats * each, runs * each, runs * (keys - each))
+        return np.stack(columns).astype(np.int32)
 
     def compile(self, programs: Sequence[Program]) -> None:
         """Compiles side by side what is not compiled yet."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from scripts.lib.demo_both import Sizes, both_halves
 from scripts.lib.server_process import ROOT, ServerProcess, serving
 
 DIGITS = ROOT / "serving" / "assets" / "digits"
@@ -247,18 +248,23 @@ def main() -> int:
         "then a long prompt to a second server with sparse attention, and shows what came back. Runs on a CPU.",
     )
     parser.add_argument("--keep", action="store_true", help="leave the first server up at the end, until Ctrl-C")
+    parser.add_argument("--model", metavar="FOLDER", help="instead: a checkpoint whose two halves are to work at once")
+    parser.add_argument("--tp", type=int, default=TP, help="devices for --model")
+    parser.add_argument("--images", type=int, default=64, help="requests with an image for --model")
+    parser.add_argument("--prompts", type=int, default=4, help="long prompts for --model")
+    parser.add_argument("--prompt-tokens", type=int, default=8192, help="tokens of each of them")
     options = parser.parse_args()
     began = time.perf_counter()
+    if options.model:
+        sizes = Sizes(options.images, options.prompts, options.prompt_tokens)
+        return conclude(both_halves(console, options.model, options.tp, sizes), began)
     with started("demo") as server:
         replies = burst(server.port)
         show_burst(replies)
         problems = check_burst(replies, server.metrics())
         with started(str(SPARSE_MODEL.relative_to(ROOT))) as other:
             problems += sparse_path(other)
-        for problem in problems:
-            console.print(f"[red]FAILED[/red] {problem}")
-        if not problems:
-            console.print(f"\n[green]all right[/green] after {time.perf_counter() - began:.0f} s")
+        status = conclude(problems, began)
         if options.keep:
             body = json.dumps({"messages": [{"role": "user", "content": "digit?"}], "max_tokens": 4})
             console.print(f"\nthe digit reader is still up; try\n  curl -s {server.url}/v1/chat/completions \\")
@@ -268,6 +274,15 @@ def main() -> int:
                 server.process.wait()
             except KeyboardInterrupt:
                 console.print("stopping")
+    return status
+
+
+def conclude(problems: list[str], began: float) -> int:
+    """Prints what is wrong, or that nothing is; the exit status."""
+    for problem in problems:
+        console.print(f"[red]FAILED[/red] {problem}")
+    if not problems:
+        console.print(f"\n[green]all right[/green] after {time.perf_counter() - began:.0f} s")
     return 1 if problems else 0
 
 

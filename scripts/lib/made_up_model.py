@@ -123,6 +123,97 @@ _TINY_GLM = {
     "index_topk": 32,
 }
 
+_GLM_5_3_FLASH = {  # widths of GLM-5.3-Flash, eight layers, thirty-two experts
+    "model_type": "glm5_next",
+    "image_token_id": IMAGE_TOKEN,
+    "tie_word_embeddings": False,
+    "text_config": {
+        "model_type": "glm5_next_text",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 8,
+        "first_k_dense_replace": 1,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 256,
+        "qk_rope_head_dim": 0,
+        "v_head_dim": 256,
+        "linear_num_heads": 64,
+        "linear_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "linear_lower_bound": -5.0,
+        "hc_mult": 4,
+        "hc_eps": 1e-6,
+        "hc_sinkhorn_iters": 20,
+        "vocab_size": 154880,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 1048576,
+        "n_routed_experts": 32,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 2.5,
+        "swiglu_limit": 10.0,
+        "index_n_heads": 32,
+        "index_head_dim": 128,
+        "index_topk": 2048,
+        "index_kpool": 4,
+    },
+    "vision_config": {
+        "model_type": "glm5_next_vision",
+        "depth": 24,
+        "hidden_size": 1024,
+        "num_heads": 16,
+        "intermediate_size": 4096,
+        "projection_intermediate_size": 10240,
+        "out_hidden_size": 4096,
+        "patch_size": 14,
+        "temporal_patch_size": 2,
+        "spatial_merge_size": 2,
+        "in_channels": 3,
+        "hidden_act": "silu",
+        "image_size": 336,
+        "rms_norm_eps": 1e-5,
+        "swiglu_limit": 10.0,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "axial"},
+    },
+}
+_TINY_GLM5 = {
+    **_GLM_5_3_FLASH,
+    "text_config": {
+        **_GLM_5_3_FLASH["text_config"],
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "linear_num_heads": 8,
+        "linear_head_dim": 16,
+        "vocab_size": 272,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "index_n_heads": 4,
+        "index_head_dim": 16,
+        "index_topk": 64,
+    },
+    "vision_config": {
+        **_GLM_5_3_FLASH["vision_config"],
+        "depth": 2,
+        "hidden_size": 48,
+        "num_heads": 3,
+        "intermediate_size": 96,
+        "projection_intermediate_size": 80,
+        "out_hidden_size": 64,
+    },
+}
+
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "8b": _QWEN3_VL_8B,
     "tiny": {
@@ -132,9 +223,11 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     },
     "glm": _GLM_5_2,
     "tiny-glm": _TINY_GLM,
+    "glm5": _GLM_5_3_FLASH,
+    "tiny-glm5": _TINY_GLM5,
 }
-"""config.json of every shape: Qwen3-VL-8B, GLM-5.2's widths with four layers and sixteen experts, and a tiny one of
-each family."""
+"""config.json of every shape: Qwen3-VL-8B, GLM-5.2's widths with four layers and sixteen experts, GLM-5.3-Flash's with
+eight layers and thirty-two experts, and a tiny one of each family."""
 
 
 def write_folder(folder: Path, shape: str) -> Path:
@@ -157,6 +250,9 @@ def write_folder(folder: Path, shape: str) -> Path:
     save_file({"none": np.zeros(1, np.float32)}, folder / "model.safetensors")
     settings = json.loads((DIGITS_MODEL / "preprocessor_config.json").read_text())
     settings["size"] = {"shortest_edge": 4096, "longest_edge": 16_777_216}
+    if config["model_type"] == "glm5_next":
+        settings |= {"image_processor_type": "Glm5NextImageProcessor", "patch_size": 14, "patch_expand_factor": 1}
+        settings |= {"min_image_tokens": 4, "max_image_tokens": 16384}
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     return folder
 

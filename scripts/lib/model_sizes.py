@@ -89,6 +89,16 @@ _SIZES: dict[str, dict[str, Any]] = {
         },
     },
     "qwen3_5": {"vision_config": _QWEN_TOWER, "text_config": _QWEN3_5_TEXT},  # 9B
+    "qwen3_5_moe_text": {  # the decoder of 35B-A3B
+        **_QWEN3_5_TEXT,
+        "hidden_size": 2048,
+        "num_key_value_heads": 2,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_hidden_layers": 2,
+    },
     "qwen4_exp": {"vision_config": _QWEN_TOWER, "text_config": {**_QWEN3_5_TEXT, "indexer_head_dim": 128}},
     "glm4v": {  # GLM-4.1V-9B
         "vision_config": _GLM4_TOWER,
@@ -105,7 +115,50 @@ _SIZES: dict[str, dict[str, Any]] = {
             },
         },
     },
-    "glm_ocr": {"vision_config": {**_GLM_TOWER, "out_hidden_size": 1536}, "text_config": {}},
+    "glm_ocr": {
+        "vision_config": {**_GLM_TOWER, "out_hidden_size": 1536},
+        "text_config": {
+            "hidden_size": 1536,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": 4608,
+            "vocab_size": 59392,
+            "max_position_embeddings": 131072,
+            "rope_parameters": {"mrope_section": [16, 24, 24], "rope_theta": 10000.0, "rope_type": "default"},
+        },
+    },
+    "qwen3_vl_moe": {  # 30B-A3B; layer 0 stays dense, as in no released one, so that both kinds are there
+        "vision_config": {**_QWEN_TOWER, "depth": 2, "out_hidden_size": 2048, "deepstack_visual_indexes": [0]},
+        "text_config": {
+            **_TEXT_4096,
+            "hidden_size": 2048,
+            "num_key_value_heads": 4,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 8,
+            "rope_parameters": {"mrope_section": [24, 20, 20], "rope_theta": 5000000.0, "rope_type": "default"},
+        },
+    },
+    "glm4v_moe": {  # GLM-4.5V
+        "vision_config": {**_GLM4_TOWER, "depth": 2},
+        "text_config": {
+            **_TEXT_4096,
+            "num_attention_heads": 96,
+            "intermediate_size": 10944,
+            "moe_intermediate_size": 1408,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 8,
+            "vocab_size": 151552,
+            "rope_parameters": {
+                "mrope_section": [8, 12, 12],
+                "partial_rotary_factor": 0.5,
+                "rope_theta": 10000.0,
+                "rope_type": "default",
+            },
+        },
+    },
     "glm5_next": {  # GLM-5.3-Flash
         "vision_config": {**_GLM_TOWER, "projection_intermediate_size": 10240, "swiglu_limit": 10.0},
         "text_config": {
@@ -160,11 +213,15 @@ _SIZES: dict[str, dict[str, Any]] = {
 MODEL_TYPES = tuple(_SIZES)
 """The model_types that `config_of` knows. Others that are registered for the same code need no entry of their own."""
 
+ANOTHER_S_TOWER = ("qwen3_vl_moe", "glm4v_moe")
+"""Those that have the tower of a model_type above, so that only their decoders are of interest."""
+
 
 def config_of(model_type: str) -> dict[str, Any]:
     """A parsed config.json. Raises KeyError for a model_type without sizes here."""
     sizes = _SIZES[model_type]
-    config = json.loads((_LAYOUTS / model_type / "config.json").read_text(encoding="utf-8"))
+    folder = _LAYOUTS / ("text_variants" if model_type in ANOTHER_S_TOWER else "") / model_type
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     for name, value in sizes.items():
         config[name] = {**config[name], **value} if name in ("vision_config", "text_config") else value
     return config

@@ -23,7 +23,7 @@ import dsa_indexer
 from dsa_indexer import IndexerConfig, IndexerShapes, KeyFormat, LatentShape, StripeConfig
 from dsa_indexer.config import MERGES
 from dsa_indexer.config import MODEL_TYPES as INDEXERS
-from scripts.lib.model_sizes import MODEL_TYPES, config_of
+from scripts.lib.model_sizes import ANOTHER_S_TOWER, MODEL_TYPES, config_of
 from serving import models
 from serving.config import EngineConfig
 from serving.feed import feed_programs
@@ -73,12 +73,12 @@ class Scope:
     max_seqs: int = 4
 
 
-def _representatives(registry: dict[str, Any]) -> tuple[dict[str, str], list[str]]:
-    """{model_type with sizes: every model_type registered for the same code}, and model_types without any sizes."""
+def _representatives(registry: dict[str, Any], sizes: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """{model_type of `sizes`: every model_type registered for the same code}, and model_types without any sizes."""
     found, missing = {}, []
     for model_type, family in registry.items():
         alike = [other for other, its in registry.items() if its is family]
-        known = [other for other in alike if other in MODEL_TYPES]
+        known = [other for other in alike if other in sizes]
         if known:
             # Two sets of sizes of the same code are both made; names without sizes stand with the first.
             found.update({k: k for k in known[1:]})
@@ -157,10 +157,10 @@ def listed(mesh: AnyMesh, platform: Platform, scope: Scope | None = None) -> tup
     """Every program for this mesh and platform, and what is missing from the list, in words."""
     scope = scope or Scope()
     found: list[Listed] = []
-    towers, missing_towers = _representatives(TOWERS)
+    towers, missing_towers = _representatives(TOWERS, [name for name in MODEL_TYPES if name not in ANOTHER_S_TOWER])
     sizes = EngineConfig(max_seqs=scope.max_seqs).batch_buckets
     found += [Listed("serving", "engine", program) for program in feed_programs(mesh, scope.max_seqs, sizes)]
-    decoders, missing_decoders = _representatives(models.families())
+    decoders, missing_decoders = _representatives(models.families(), MODEL_TYPES)
     for model_type, label in towers.items():
         made = tower_programs(model_type, mesh, platform, scope)
         found += [Listed("vitbatch", f"tower {label}", program) for program in made]

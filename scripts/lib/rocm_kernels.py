@@ -16,7 +16,9 @@ from dsa_indexer.topk.order import ForcedTokens
 from dsa_indexer.topk.triton import select_topk_triton
 from scripts.lib.amd_isa import LDS_BYTES, KernelReport
 from serving.config import ROW_TILE
+from serving.models.grouped_matmul.triton import grouped_matmul_triton
 from serving.models.paged_attention.triton import paged_attention_triton
+from serving.models.sinkhorn.triton import sinkhorn_triton
 from vitbatch.attention.triton import attend_triton, attend_windows_triton
 from vitbatch.config import ATTENTION_BLOCK
 from vitbatch.lanes import Segments
@@ -121,7 +123,8 @@ def _sparse(platform: Platform) -> Iterator[KernelCase]:
 
 
 def _paged(platform: Platform) -> Iterator[KernelCase]:
-    """A decode and an extend pass, with query and key heads of Qwen3-VL (2B, 8B, 32B, 235B) and heads of 64."""
+    """A decode and an extend pass, with query and key heads of Qwen3-VL (2B, 8B, 32B, 235B), heads of 64, and those of
+    Qwen3.5 (9B, 35B-A3B)."""
     pages = 1024
     for heads, kv_heads, head_dim, page, width in (
         (16, 8, 128, 64, 128),
@@ -131,6 +134,8 @@ def _paged(platform: Platform) -> Iterator[KernelCase]:
         (32, 8, 128, 16, 128),
         (32, 8, 128, 64, 2048),
         (16, 4, 64, 64, 128),
+        (16, 4, 256, 64, 128),
+        (16, 2, 256, 64, 128),
     ):
         for rows, tile_rows, name in ((64, 1, "decode"), (512, ROW_TILE, "extend")):
             cache = _array(pages, page, kv_heads, head_dim, dtype=jnp.bfloat16)
@@ -141,9 +146,39 @@ def _paged(platform: Platform) -> Iterator[KernelCase]:
             yield KernelCase(label, platform.arch, fn, args, _BF16[platform.arch], plain=("paged_combine",))
 
 
+def _hyper(platform: Platform) -> Iterator[KernelCase]:
+    """The four streams of GLM-5.3-Flash."""
+    fn = partial(sinkhorn_triton, iterations=20, eps=1e-6)
+    yield KernelCase("sinkhorn", platform.arch, fn, (_array(8192, 4, 4, dtype=jnp.float32),), None)
+
+
+def _experts(platform: Platform) -> Iterator[KernelCase]:
+    """Experts of GLM-5.3-Flash dealt over 8 devices, up and down, in a decode, a short and a long prefill; and a width
+    that no tile divides."""
+    for rows, experts, outputs, inputs in (
+        (512, 36, 2048, 4096),
+        (4096, 36, 2048, 4096),
+        (65536, 36, 2048, 4096),
+        (65536, 36, 4096, 2048),
+        (4096, 16, 4096, 1416),
+    ):
+        x, w = _array(rows // 8, inputs, dtype=jnp.bfloat16), _array(experts, outputs, inputs, dtype=jnp.bfloat16)
+        name = f"experts, {rows} rows, {experts} of {outputs} x {inputs}"
+        fn = partial(grouped_matmul_triton, spread=8 * experts, platform=platform)
+        yield KernelCase(name, platform.arch, fn, (x, w, _array(experts), _array(rows)), _BF16[platform.arch])
+
+
 def kernel_cases(arch: str) -> list[KernelCase]:
     platform = Platform("rocm", arch, arch)
-    return [*_attention(platform), *_scores(platform), *_selection(platform), *_sparse(platform), *_paged(platform)]
+    return [
+        *_attention(platform),
+        *_scores(platform),
+        *_selection(platform),
+        *_sparse(platform),
+        *_paged(platform),
+        *_hyper(platform),
+        *_experts(platform),
+    ]
 
 
 def problems(case: KernelCase, report: KernelReport) -> list[str]:

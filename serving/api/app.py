@@ -36,6 +36,7 @@ from serving.api.media import ImageIntake, ImageProcessor
 from serving.api.messages import ImagePart
 from serving.api.observe import Observer, log_fields, trace_id
 from serving.api.openapi import document
+from serving.api.page import PAGE_PATH, page_route
 from serving.api.probe import Probe
 from serving.api.prompts import Prompt, chat_prompt, completion_prompt, sampling_params
 from serving.api.schemas import Options, parse_chat, parse_completion
@@ -74,6 +75,7 @@ def create_app(
     parsers: Parsers | None = None,
     keys: Keys | None = None,
     profiler: Profiler | None = None,
+    page: bool = False,
 ) -> Starlette:
     """The OpenAI-compatible app around an engine.
 
@@ -85,6 +87,7 @@ def create_app(
         parsers: how answers to chats are read; None takes them as plain text.
         keys: None leaves the model open and the control routes closed.
         profiler: None for a server that makes no traces.
+        page: serve the page for browsers, which is open to everybody.
     """
     api = _Api(engine, tokenizer, template, processor, limits, metrics, fetcher, parsers or Parsers())
     routes = [
@@ -98,8 +101,10 @@ def create_app(
         Route("/metrics", api.metrics, methods=["GET"]),
         Route("/openapi.json", api.openapi, methods=["GET"]),
         *Control(profiler).routes(),
+        *([page_route()] if page else []),
         *extra_routes,
     ]
+    open_paths = (*_OPEN_PATHS, PAGE_PATH) if page else _OPEN_PATHS
     paths = {route.path for route in routes if isinstance(route, Route)}
 
     @asynccontextmanager
@@ -113,7 +118,7 @@ def create_app(
         routes=routes,
         middleware=[
             Middleware(Observer, metrics=metrics, routes=paths, probes=_OPEN_PATHS),
-            Middleware(Gate, keys=keys or Keys(), open_paths=_OPEN_PATHS, control_paths=CONTROL_PATHS),
+            Middleware(Gate, keys=keys or Keys(), open_paths=open_paths, control_paths=CONTROL_PATHS),
         ],
         exception_handlers={ApiError: on_api_error, HTTPException: _on_http_exception},
         lifespan=lifespan,

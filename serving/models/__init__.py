@@ -12,9 +12,24 @@ __all__ = ["Decoder", "bind_decoder", "families", "family_of"]
 
 def families() -> dict[str, Family]:
     """Every decoder family, by the model_type of config.json."""
-    from serving.models import glm_moe_dsa, qwen3_vl
+    from serving.models import glm4v, glm5_next, glm_moe_dsa, glm_ocr, qwen2_5_vl, qwen3_5, qwen3_vl
 
-    return {"qwen3_vl": qwen3_vl.FAMILY, "glm_moe_dsa": glm_moe_dsa.FAMILY}
+    return {
+        "qwen3_vl": qwen3_vl.FAMILY,
+        "qwen3_vl_moe": qwen3_vl.FAMILY,
+        "qwen2_5_vl": qwen2_5_vl.FAMILY,
+        "qwen3_5": qwen3_5.FAMILY,
+        "qwen3_5_moe": qwen3_5.FAMILY,
+        "qwen3_5_text": qwen3_5.FAMILY,
+        "qwen3_5_moe_text": qwen3_5.FAMILY,
+        "glm4v": glm4v.FAMILY,
+        "glm4v_moe": glm4v.FAMILY,
+        "glm46v": glm4v.FAMILY,
+        "glm_ocr": glm_ocr.FAMILY,
+        "glm5_next": glm5_next.FAMILY,
+        "glm_moe_dsa": glm_moe_dsa.FAMILY,
+        "deepseek_v32": glm_moe_dsa.FAMILY,
+    }
 
 
 def family_of(config: Mapping[str, Any]) -> Family:

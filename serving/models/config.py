@@ -50,3 +50,15 @@ def refuse(config: Mapping[str, Any], name: str, allowed: tuple[Any, ...]) -> No
     """Raises when a field that changes the mathematics has a value that is not built."""
     if config.get(name, allowed[0]) not in allowed:
         raise CheckpointError(f"config.json: {name}={config[name]!r} is not supported, only {allowed[0]!r}")
+
+
+def sparse_layers(config: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
+    """Whether each layer's MLP is a mixture of experts: mlp_layer_types, else all but the first first_k_dense_replace
+    (3 by default)."""
+    types = config.get("mlp_layer_types")
+    if types is None:
+        dense = field(config, "first_k_dense_replace", int, 3)
+        return tuple(i >= dense for i in range(layers))
+    if len(types) < layers or not set(types) <= {"dense", "sparse"}:
+        raise CheckpointError(f"config.json: mlp_layer_types must name 'dense' or 'sparse' for {layers} layers")
+    return tuple(kind == "sparse" for kind in types[:layers])

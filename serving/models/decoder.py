@@ -12,18 +12,43 @@ from serving.models.step import Step
 from vitstripe.platform import Platform
 
 Cache = Any
-"""One layer's cache arrays, a pytree: paged keys and values, or paged latent rows with index keys."""
+"""One layer's cache arrays, a pytree: paged keys and values, latent rows with index keys, a state a request."""
 
 
 @dataclass(frozen=True)
 class CacheArray:
-    """One array a layer keeps: shape a slot, and the dimension of it that is cut over the mesh.
+    """One array a layer keeps between passes, in slots. Who a slot belongs to decides what the engine allocates:
 
-    The engine allocates [pages, page_size, *slot_shape].
+        a token                [pages, page_size, *slot_shape]
+        `every` tokens         [pages, page_size // every, *slot_shape]; slot i of a request is for its tokens
+                               [i * every, (i + 1) * every)
+        per_request: a request [max_seqs, *slot_shape]; the row is the request's seat, and holds anything, another
+                               request's state or NaN, until the request's first pass has written it
+
+    cut: the dimension of slot_shape that is cut over the mesh, None for replicated. dtype: None for the weights' own.
+    Raises ValueError for `every` below 1, or with per_request.
     """
 
     slot_shape: tuple[int, ...]
     cut: int | None = None
+    every: int = 1
+    per_request: bool = False
+    dtype: Any = None
+
+    def __post_init__(self):
+        if self.every < 1 or (self.per_request and self.every != 1):
+            raise ValueError(f"every is {self.every}; a slot is for a request or for one or more tokens")
+
+    def lead(self, pages: int, page_size: int, max_seqs: int) -> tuple[int, ...]:
+        """The dimensions before slot_shape. Raises ValueError for a page that is no whole number of slots."""
+        if self.per_request:
+            return (max_seqs,)
+        if page_size % self.every:
+            raise ValueError(
+                f"page_size is {page_size}; this model keeps a cache slot for every {self.every} tokens and needs a "
+                f"multiple of it"
+            )
+        return (pages, page_size // self.every)
 
 
 @dataclass(frozen=True)
@@ -46,7 +71,9 @@ class Decoder(Protocol):
     indexer: IndexerConfig | None
 
     def caches(self) -> Sequence[Mapping[str, CacheArray]]:
-        """The cache arrays of each layer."""
+        """The cache arrays of each layer. If any is per request, prefixes are not shared between requests (a state is
+        only ever that of all its tokens), and a request's rows of a prefill pass start at a multiple of
+        serving.config.STATE_CHUNK."""
         ...
 
     def embed(self, ids: Int[Array, " T"]) -> Float[Array, "T D"]: ...

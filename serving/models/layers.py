@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from serving.models.shards import Shards
-from vitstripe.nn import Linear, param
+from serving.models.step import Step
+from vitstripe.nn import Linear, RowsOf, param
+from vitstripe.platform import Platform
 
 
 class Embedding(nnx.Module):
@@ -33,17 +35,32 @@ def logits_of(x: Float[Array, "R D"], head: Float[Array, "v D"], shards: Shards)
     return lax.all_gather(local, shards.axis, axis=1, tiled=True) if shards.vocab else local
 
 
+def gated(gate: Float[Array, "*B I"], up: Float[Array, "*B I"], limit: float | None = None) -> Float[Array, "*B I"]:
+    """silu(gate) * up. limit: the gate is clamped to it from above only, `up` from both sides."""
+    if limit is not None:
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return jax.nn.silu(gate) * up
+
+
 class SwiGLU(nnx.Module):
-    """down(silu(gate x) * up x), the inner width cut; the caller sums over devices."""
+    """down(gated(gate x, up x)), the inner width cut; the caller sums over devices where `cut`.
 
-    def __init__(self, features: int, width: int, *, dtype, shards: Shards):
+    The file may hold gate and up as one `gate_up_proj.weight` [2I, D], the gate's rows first. limit: see `gated`.
+    """
+
+    def __init__(self, features: int, width: int, *, dtype, shards: Shards, limit: float | None = None):
         out, into = ("out", "in") if shards.mlp else (None, None)
-        self.gate_proj = Linear(features, width, dtype=dtype, tp=out)
-        self.up_proj = Linear(features, width, dtype=dtype, tp=out)
+        gate, up = (RowsOf("gate_up_proj.weight", start, 2 * width) for start in (0, width))
+        self.gate_proj = Linear(features, width, dtype=dtype, tp=out, rows_of=gate)
+        self.up_proj = Linear(features, width, dtype=dtype, tp=out, rows_of=up)
         self.down_proj = Linear(width, features, dtype=dtype, tp=into)
+        self.limit, self.cut = limit, shards.mlp
 
-    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+    def __call__(
+        self, x: Float[Array, "T D"], real: Bool[Array, " T"] | None = None, platform: Platform | None = None
+    ) -> Float[Array, "T D"]:
+        """real, platform: of no use here, but to the mixture that some layers have in the place of this."""
+        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x), self.limit))
 
 
 def store_rows(
@@ -54,9 +71,22 @@ def store_rows(
     return flat.at[slots].set(rows.astype(pages.dtype), mode="drop").reshape(pages.shape)
 
 
-def mrope_axes(sections: tuple[int, int, int]) -> np.ndarray:
-    """The axis (0 t, 1 h, 2 w) each frequency turns by in interleaved M-RoPE (Qwen3-VL): h at j % 3 == 1 and w at
-    j % 3 == 2 while j < 3 * that axis' section, t elsewhere."""
+def states_of(states: Shaped[Array, "S *F"], step: Step) -> Shaped[Array, "R *F"]:
+    """The state of each request of a pass before it, out of an array with one a seat; zero for a fresh request."""
+    kept = states[jnp.minimum(step.seats, states.shape[0] - 1)]
+    return jnp.where((step.starts > 0).reshape(-1, *[1] * (kept.ndim - 1)), kept, 0)
+
+
+def store_states(states: Shaped[Array, "S *F"], new: Shaped[Array, "R *F"], step: Step) -> Shaped[Array, "S *F"]:
+    """Writes the state of each request of a pass; what has no seat is dropped."""
+    return states.at[step.seats].set(new.astype(states.dtype), mode="drop")
+
+
+def mrope_axes(sections: tuple[int, int, int], *, contiguous: bool = False) -> np.ndarray:
+    """The axis (0 t, 1 h, 2 w) each frequency turns by. Interleaved (Qwen3-VL): h at j % 3 == 1 and w at j % 3 == 2
+    while j < 3 * that axis' section, t elsewhere. contiguous (Qwen2.5-VL, GLM-4V): one section after another."""
+    if contiguous:
+        return np.repeat(np.arange(3, dtype=np.int32), sections)
     axes = np.zeros(sum(sections), np.int32)
     for axis in (1, 2):
         axes[axis : sections[axis] * 3 : 3] = axis
@@ -64,8 +94,12 @@ def mrope_axes(sections: tuple[int, int, int]) -> np.ndarray:
 
 
 def mrope_tables(
-    positions: Int[Array, "3 T"], frequencies: np.ndarray, sections: tuple[int, int, int]
+    positions: Int[Array, "3 T"],
+    frequencies: np.ndarray,
+    sections: tuple[int, int, int],
+    *,
+    contiguous: bool = False,
 ) -> tuple[Float[Array, "T F"], Float[Array, "T F"]]:
     """cos and sin of each frequency's angle at the position on its axis, float32."""
-    angle = positions[jnp.asarray(mrope_axes(sections))].T.astype(jnp.float32) * frequencies
+    angle = positions[jnp.asarray(mrope_axes(sections, contiguous=contiguous))].T.astype(jnp.float32) * frequencies
     return jnp.cos(angle), jnp.sin(angle)

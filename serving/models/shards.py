@@ -14,7 +14,8 @@ class Shards:
     result, computed on every device.
 
     heads: query heads and o_proj. kv: key and value heads with their cache (fewer key heads than devices: replicated).
-    mlp: the MLPs' inner width. vocab: embedding rows and logits.
+    mlp: the MLPs' inner width. vocab: embedding rows and logits. experts: a mixture's experts are dealt over the
+    devices, each kept whole by one of them; where they are not, their inner width is cut like that of the MLPs.
     """
 
     axis: str
@@ -23,11 +24,26 @@ class Shards:
     kv: bool
     mlp: bool
     vocab: bool
+    experts: bool = False
 
     @staticmethod
-    def of(tp: int, *, heads: int, kv_heads: int, widths: tuple[int, ...], vocab: int, axis: str = "tp") -> "Shards":
-        """Cuts what divides by `tp`. widths: every MLP inner width of the model, cut together or not at all."""
-        cut = tp > 1 and heads % tp == 0
+    def of(
+        tp: int,
+        *,
+        heads: int,
+        kv_heads: int,
+        widths: tuple[int, ...],
+        vocab: int,
+        experts: int = 0,
+        expert_width: int = 0,
+        axis: str = "tp",
+    ) -> "Shards":
+        """Cuts what divides by `tp`. widths: every inner width of the model's dense MLPs and shared experts, cut
+        together or not at all, and with them expert_width, that of the `experts` of a mixture, unless those are dealt
+        whole."""
+        cut, dealt = tp > 1 and heads % tp == 0, tp > 1 and experts > 0 and experts % tp == 0
+        if experts and not dealt:
+            widths = (*widths, expert_width)
         return Shards(
             axis=axis,
             tp=tp,
@@ -35,6 +51,7 @@ class Shards:
             kv=cut and kv_heads % tp == 0,
             mlp=tp > 1 and all(w % tp == 0 for w in widths),
             vocab=tp > 1 and vocab % tp == 0,
+            experts=dealt,
         )
 
     def rank(self) -> Array:
@@ -45,9 +62,15 @@ class Shards:
         """The sum over devices after a column-cut layer, or x itself when the layer was not cut."""
         return lax.psum(x, self.axis) if cut else x
 
-    def all_reduces(self, layers: int) -> int:
-        """all-reduces of one pass over `layers` decoder layers: one after attention, one after the MLP."""
-        return layers * (int(self.heads) + int(self.mlp))
+    @property
+    def mixture(self) -> bool:
+        """Whether a device's output of a mixture of experts is a part of it, to be summed."""
+        return self.experts or self.mlp
+
+    def all_reduces(self, layers: int, mixtures: int = 0) -> int:
+        """all-reduces of one pass over `layers` decoder layers, `mixtures` of them with experts: one after attention,
+        one after the MLP or mixture."""
+        return layers * int(self.heads) + (layers - mixtures) * int(self.mlp) + mixtures * int(self.mixture)
 
 
 def local_heads(x: jax.Array, head_dim: int) -> Float[Array, "T H D"]:

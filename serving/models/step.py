@@ -1,7 +1,8 @@
 """What one pass of a decoder is told about the batch: arrays of fixed size, planned on the host.
 
 Rows of several requests are packed one request after another. A request's rows start at a multiple of the row tile,
-so a tile belongs to one request:
+so a tile belongs to one request (at a multiple of serving.config.STATE_CHUNK where the decoder keeps a state a request,
+and so a whole chunk does):
 
     row      0 . . . . 15 | 16 . . . . 31 | 32 . . . . 47 | 48 ...
     tile     0            | 1             | 2             | 3
@@ -30,6 +31,7 @@ class Step:
     last_rows [R]: the row each request's logits are taken from.
     key_pages [B]: pages of all requests of this pass, one after another, for the indexer; row m's request starts at
         key_starts[m] [T] in the gathered keys. Both empty where the model has no indexer or the pass is a decode.
+    requests [4, R]: what layers that keep a state a request need to know of each, see the properties.
     """
 
     positions: Leaf
@@ -40,8 +42,30 @@ class Step:
     last_rows: Leaf
     key_pages: Leaf
     key_starts: Leaf
+    requests: Leaf
 
     @property
     def tile(self) -> int:
         """Rows a tile."""
         return self.slots.shape[0] // self.tile_request.shape[0]
+
+    @property
+    def seats(self) -> Leaf:
+        """[R]: its row in arrays that have one a request; past the end, where writes are dropped, for no request."""
+        return self.requests[0]
+
+    @property
+    def first_rows(self) -> Leaf:
+        """[R]: its first row in this pass."""
+        return self.requests[1]
+
+    @property
+    def counts(self) -> Leaf:
+        """[R]: its rows in this pass without padding, one after another; 0 where there is no request."""
+        return self.requests[2]
+
+    @property
+    def starts(self) -> Leaf:
+        """[R]: its tokens that earlier passes computed. At 0 its state is zero, whatever the array holds: replace it,
+        do not multiply it (0 * NaN is NaN)."""
+        return self.requests[3]

@@ -7,7 +7,7 @@ import pytest
 
 from serving.models.paged_attention import paged_attention
 from serving.models.paged_attention.reference import paged_attention_reference
-from serving.models.paged_attention.tiles import DecodeTile, ExtendTile
+from serving.models.paged_attention.tiles import DecodeTile, ExtendTile, decode_tile, extend_tile
 from serving.models.paged_attention.triton import paged_attention_triton
 from tests.helpers import relative_error
 from vitstripe.platform import Platform, platform_of
@@ -116,6 +116,13 @@ def test_any_number_of_query_heads_may_share_a_key_head(heads):
     assert relative_error(rows.run(EXTEND), rows.exact()) < 3e-6
 
 
+def test_wide_heads_run_in_tiles_of_their_own():
+    for case, tile in ((decode([20, 41], dim=256), decode_tile), (Pass([70, 9], [19, 9], 16, dim=256), extend_tile)):
+        for platform in (CUDA, Platform("rocm", "gfx942", ""), Platform("rocm", "gfx950", "")):
+            assert tile(platform, 256) != tile(platform, 128)
+        assert relative_error(case.run(tile(CUDA, 256)), case.exact()) < 3e-6
+
+
 @pytest.mark.parametrize("kv_heads", [[1], [0, 1, 1], [1, 0, 1, 0, 0, 1]], ids=str)
 def test_replicated_key_heads_are_taken_by_name(kv_heads):
     row = decode([20, 41])
@@ -191,6 +198,7 @@ def test_kernels_are_taken_on_gpus_for_what_they_serve():
         assert "paged_decode" in text
         assert "paged_combine" in text
         assert "paged_extend" in called(Pass([20, 41], [9, 13], 16, dim=128, dtype=jnp.bfloat16), platform)
+        assert "paged_extend" in called(Pass([20, 41], [9, 13], 16, dim=256, dtype=jnp.bfloat16), platform)
     assert "pallas_call" not in called(served, CPU)
     assert "pallas_call" not in called(decode([20, 41], dim=64), CUDA)  # float32
     assert "pallas_call" not in called(decode([20, 41], dim=96, dtype=jnp.bfloat16), CUDA)
@@ -213,7 +221,7 @@ def test_tiles_that_cannot_run_are_refused():
         Pass([20], [9], 4, heads=32, kv=1).run(ExtendTile(16, 16, 4, 1))
 
 
-GPU_SHAPES = [(32, 8, 128), (16, 8, 128), (8, 1, 64), (32, 2, 64)]
+GPU_SHAPES = [(32, 8, 128), (16, 8, 128), (8, 1, 64), (32, 2, 64), (16, 4, 256), (8, 1, 256)]
 
 
 @pytest.mark.gpu

@@ -52,7 +52,12 @@ class Driver:
         submission = Submission(f"r{first_page}", [int(i) for i in ids], images, SamplingParams(1, temperature=0.0))
         seq = Sequence(submission, lambda event: None, positions, delta, seed=0)
         seq.add_pages(range(first_page, 2 * self.config.pages_per_seq, 2)[::-1])
+        seq.seat = first_page
         return seq
+
+    def chunk(self, seq: Sequence, start: int, stop: int) -> Chunk:
+        """The chunk that the scheduler would make for this decoder."""
+        return Chunk(seq, start, stop, self.lm.row_align)
 
     def after_prefix(self, donor: Sequence, seq: Sequence, pages: int) -> Sequence:
         """`seq` with the first pages of another request in the place of its own, as the prefix cache puts them."""
@@ -62,9 +67,11 @@ class Driver:
         return seq
 
     def _call(self, program, *args):
-        if program.name not in self.compiled:
-            self.compiled[program.name] = program.compile()
-        return self.compiled[program.name](self.weights, *args)
+        # The two merges of the stripes share a name, but not their collectives.
+        key = (program.name, *sorted(program.collectives.items()))
+        if key not in self.compiled:
+            self.compiled[key] = program.compile()
+        return self.compiled[key](self.weights, *args)
 
     def extend(self, chunks: list[Chunk], selection: Selection = REPLICATED) -> list[np.ndarray]:
         """Logits [tokens, V] of every token of each chunk."""
@@ -74,9 +81,11 @@ class Driver:
         wanted = np.concatenate([a + np.arange(c.stop - c.start) for a, c in zip(at, chunks, strict=True)])
         step = replace(step, last_rows=np.resize(wanted, self.config.max_seqs).astype(np.int32))
         splice = self.lm.splice(rows)
-        inputs = (
-            (self._call(splice, ids), None) if self.pool is None else self._call(splice, ids, self.pool, pool_index)
-        )
+        if self.pool is None:
+            inputs = (self._call(splice, ids), None)
+        else:
+            hidden, deep = self._call(splice, ids, self.pool, pool_index)
+            inputs = (hidden, deep if self.lm.decoder.num_deepstack else None)
         program = self.lm.extend(rows, selection, keep_selections=True)
         samples = samples_of([], self.config.max_seqs)
         out = self._call(program, inputs, self.caches, step, samples, self.seats)
@@ -88,7 +97,7 @@ class Driver:
         """Logits [T, V] of the whole prompt, computed in chunks that end at `cuts`."""
         parts, start = [], 0
         for stop in [*cuts, len(seq.tokens)]:
-            parts += self.extend([Chunk(seq, start, stop)], selection)
+            parts += self.extend([self.chunk(seq, start, stop)], selection)
             start = stop
         seq.computed = len(seq.tokens)
         return np.concatenate(parts)
@@ -97,8 +106,13 @@ class Driver:
         """`first` and the count - 1 tokens that greedy decoding puts after it."""
         seq.tokens.append(first)
         for _ in range(count - 1):
-            ids, step = np.resize(np.int32(seq.tokens[-1]), 3), self.packer.decode([seq], 3)
-            out = self._call(self.lm.decode(3), ids, self.caches, step, samples_of([seq], 3), self.seats)
-            self.caches, self.seats = out.caches, out.seats
-            seq.tokens.append(int(out.sampled.tokens[0]))
+            seq.tokens.append(int(self.decode([seq])[0].argmax()))
         return seq.tokens[seq.prompt_length :]
+
+    def decode(self, seqs: list[Sequence]) -> np.ndarray:
+        """Logits [R, V] after the last token of up to 3 sequences, from one decode pass of 3."""
+        ids = np.resize(np.array([s.tokens[-1] for s in seqs], np.int32), 3)
+        step, samples = self.packer.decode(seqs, 3), samples_of(seqs, 3)
+        out = self._call(self.lm.decode(3), ids, self.caches, step, samples, self.seats)
+        self.caches, self.seats = out.caches, out.seats
+        return np.asarray(out.logits)[: len(seqs)]

@@ -58,13 +58,11 @@ def test_striped_selections_are_the_bits_of_the_replicated_program(drivers, gold
     replicated = [np.asarray(s) for s in driver.selections]
     assert len(replicated) == 2, "layers 0 and 1 own an indexer, layer 2 shares"
     for merge in ("pmax", "all_gather"):
-        driver.compiled.pop("extend/64/striped", None)
         driver.prefill(driver.sequence(ids), [], Selection(8, merge))
         for ours, theirs in zip(driver.selections, replicated, strict=True):
             assert (theirs[:61] >= 0).any()
             for shard in ours.addressable_shards:
                 np.testing.assert_array_equal(np.asarray(shard.data), theirs)
-    driver.compiled.pop("extend/64/striped")
 
 
 def test_two_requests_in_one_pass_do_not_see_each_other(drivers, golden):

@@ -1,70 +1,28 @@
 """Qwen3-VL end to end, photographs' rows and text: transformers' logits, greedy tokens and M-RoPE positions."""
 
-import json
-
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
-from serving.positions import mrope_positions
-from serving.protocol import ImageSpan
 from serving.scheduler import Chunk
-from tests.helpers import det, relative_error
-from tests.serving.harness import Driver, checkpoint_at
-from vitbatch import PreparedImage, VisionEncoder
-from vitbatch.encoder import Frame
+from tests.helpers import relative_error
+from tests.serving.golden_prompt import GoldenPrompt
 from vitstripe import collectives_in
 
-IMAGE_TOKEN = 261
+
+@pytest.fixture(scope="module")
+def prompt(goldens, mesh_of):
+    return GoldenPrompt(goldens / "qwen3_vl", mesh_of(2))
 
 
 @pytest.fixture(scope="module")
-def golden(goldens):
-    return load_file(goldens / "qwen3_vl" / "golden_text.safetensors")
+def golden(prompt):
+    return prompt.golden
 
 
 @pytest.fixture(scope="module")
-def image_rows(goldens, golden, mesh_of):
-    """The tower's rows of the golden prompt's two images, from the same float inputs transformers was given."""
-    meta = json.loads((goldens / "qwen3_vl" / "meta.json").read_text())["text"]["pixel_values"]
-    pixels, frames, at = det(meta["shape"], meta["seed"]), [], 0
-    for _, h, w in golden["img.grid_thw"].tolist():
-        frames.append(Frame(pixels[at : at + h * w], (h, w)))
-        at += h * w
-    return VisionEncoder.from_checkpoint(goldens / "qwen3_vl", mesh=mesh_of(2)).encode_frames(frames)
-
-
-@pytest.fixture(scope="module")
-def case(goldens, golden, image_rows):
+def case(prompt):
     """driver(tp) and sequence(driver): the golden prompt with its images' rows scattered over the row pool."""
-    grids = [tuple(g) for g in golden["img.grid_thw"].tolist()]
-    ids = golden["img.input_ids"][0]
-    starts = [int(i) for i in np.flatnonzero((ids == IMAGE_TOKEN) & (np.roll(ids, 1) != IMAGE_TOKEN))]
-    pool = np.full((37, image_rows[0].shape[1]), 7.0, np.float32)
-    slots, order = [], iter(np.random.default_rng(0).permutation(37).astype(np.int32))
-    for rows in image_rows:
-        slots.append(np.array([next(order) for _ in rows], np.int32))
-        pool[slots[-1]] = rows
-    made = {}
-
-    def driver(tp: int) -> Driver:
-        if tp not in made:
-            made[tp] = Driver(checkpoint_at(goldens / "qwen3_vl"), tp, pool)
-        return made[tp]
-
-    def sequence(driver: Driver, first_page: int = 0):
-        spans = tuple(
-            ImageSpan(
-                start, PreparedImage(np.ones((h * w, 768), np.uint8), (t, h, w), bytes([h] * 16), h * w // 4, (1, 1))
-            )
-            for start, (t, h, w) in zip(starts, grids, strict=True)
-        )
-        positions, delta = mrope_positions(len(ids), [(s.start, s.image.grid_thw) for s in spans], merge=2)
-        seq = driver.sequence(ids, spans, positions, delta, first_page)
-        seq.slots = list(slots)
-        return seq
-
-    return driver, sequence
+    return prompt.driver, prompt.sequence
 
 
 @pytest.mark.parity

@@ -34,12 +34,14 @@ def lowered(program) -> str:
 
 
 @pytest.mark.parametrize("tp", [1, 2, 8])
-@pytest.mark.parametrize(("family", "pool"), [("qwen3_vl", (48, 192)), ("glm_moe_dsa", (0, 0))])
+@pytest.mark.parametrize(
+    ("family", "pool"), [("qwen3_vl", (48, 192)), ("glm_moe_dsa", (0, 0)), ("glm5_next", (48, 64))]
+)
 def test_every_program_lowers_for_rocm(goldens, family, pool, tp):
     programs = language_model(goldens / family, tp, pool).programs()
     names = [p.name for p in programs]
     assert len(set(names)) == len(names)
-    assert ("extend/64/striped" in names) == (family == "glm_moe_dsa" and tp > 1)
+    assert ("extend/64/striped" in names) == (family in ("glm_moe_dsa", "glm5_next") and tp > 1)
     for program in programs:
         text = lowered(program)
         assert collectives_in(text) == dict(program.collectives), program.name
@@ -60,3 +62,10 @@ def test_passes_of_a_decoder_with_grouped_queries_hold_its_attention_kernels_and
     }
     programs = {p.name: p for p in lm.programs()}
     assert {name: kernels_in(lowered(programs[name])) for name in kernels} == kernels
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_passes_of_a_decoder_with_hyper_connections_normalise_in_a_kernel(goldens, tp):
+    programs = {p.name: p for p in language_model(goldens / "glm5_next", tp, (48, 64)).programs()}
+    for name in (f"extend/64/{'striped' if tp > 1 else 'replicated'}", "decode/4"):
+        assert {"sinkhorn", "index_scores", "select_filter"} <= kernels_in(lowered(programs[name])), name

@@ -1,13 +1,14 @@
 """Token choice on the device against its definition, restated in numpy with sorts and loops."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
 import pytest
 
 from serving.protocol import InvalidRequest, SamplingParams
-from serving.sampling import NOT_SEATED, SampleArgs, Seats, fill_seat, greedy, sample, score, seat_entries
+from serving.sampling import NOT_SEATED, SampleArgs, Seats, draw, fill_seat, greedy, sample, score, seat_entries
 
 V, SEATS = 37, 3
 GREEDY = SamplingParams(1, temperature=0.0)
@@ -90,12 +91,36 @@ def test_the_program_of_greedy_batches_gives_what_the_other_one_gives(logits):
     poisoned[1, 3] = np.nan
     poisoned[2, [9, 30]] = poisoned[2].max() + 1
     args = args_of([GREEDY] * 5)
-    assert args.is_greedy
     expected, _ = run(poisoned, args)
     np.testing.assert_array_equal(np.asarray(jax.jit(greedy)(poisoned).tokens), expected.tokens)
-    for wish in (WARM, replace(GREEDY, logprobs=0)):
-        assert not args_of([GREEDY, wish]).is_greedy
-    assert not args_of([GREEDY] * 2, seats=[NOT_SEATED, 2]).is_greedy
+
+
+@pytest.mark.parametrize("branch", [True, False])
+def test_the_program_that_only_draws_gives_what_the_other_one_gives(logits, branch):
+    params = [GREEDY, WARM, replace(WARM, top_k=4), replace(WARM, top_p=0.6, temperature=0.8), replace(WARM, min_p=0.2)]
+    rows = np.tile(logits, (40, 1))
+    rows[7, 3] = np.nan
+    args = args_of(params * 40, index=list(range(200)))
+    drawn = np.asarray(jax.jit(draw, static_argnames="branch")(rows, args, branch=branch).tokens)
+    np.testing.assert_array_equal(drawn, run(rows, args)[0].tokens)
+    assert drawn[7] == -1
+    assert len(set(drawn[1::5].tolist())) > 5
+
+
+@pytest.mark.parametrize("asks", [GREEDY, WARM])
+def test_without_a_branch_there_is_no_conditional_and_no_loop_of_unknown_length(logits, asks):
+    jaxpr = str(jax.make_jaxpr(partial(draw, branch=False))(logits, args_of([asks] * 5)))
+    assert "cond[" not in jaxpr
+    assert "while[" not in jaxpr
+
+
+def test_the_host_picks_the_least_program_that_serves_all_rows():
+    assert args_of([GREEDY] * 2).program == "greedy"
+    assert args_of([GREEDY, WARM]).program == "draw"
+    assert args_of([GREEDY, replace(WARM, top_k=3, top_p=0.5, min_p=0.1)]).program == "draw"
+    for other in (GREEDY, WARM):
+        assert args_of([other, replace(GREEDY, logprobs=0)]).program == "sample"
+        assert args_of([other] * 2, seats=[NOT_SEATED, 2]).program == "sample"
 
 
 def test_draws_follow_the_softmax(logits):

@@ -10,10 +10,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from serving.config import ROW_TILE, EngineConfig
+from serving.config import ROW_TILE, STATE_CHUNK, EngineConfig
 from serving.positions import mrope_positions
 from serving.prefix import extend_keys
 from serving.protocol import ImageSpan, SamplingParams, Submission
+from serving.runner import cache_pages
 from serving.scheduler import Scheduler
 from serving.sequence import NO_SEAT, Sequence
 
@@ -291,3 +292,73 @@ def test_the_planning_benchmark_runs():
     report = json.loads(done.stdout)
     assert set(report["milliseconds"]) == {"decode", "decode and prefill"}
     assert all(part["median"] > 0 for parts in report["milliseconds"].values() for part in parts.values())
+
+
+# -- decoders that keep a state a request
+
+STATEFUL = EngineConfig(max_model_len=1200, page_size=8, max_seqs=3, prefill_tokens=400)
+
+
+def stateful(*seqs, pages=500):
+    return scheduler_of(*seqs, pages=pages, config=STATEFUL, align=STATE_CHUNK, keeps_state=True)
+
+
+def test_requests_that_keep_a_state_start_at_whole_chunks_of_rows():
+    """400 rows hold six chunks of 64; half of the pass, in whole chunks, belongs to the oldest prompt."""
+    scheduler = stateful(sequence(0, 900), sequence(1, 70), sequence(2, 9))
+    chunks = scheduler.prefill()
+    assert planned(chunks) == [(0, 0, 256), (2, 0, 9), (1, 0, 64)]
+    assert [c.rows for c in chunks] == [256, 64, 64]
+    compute(scheduler, chunks)
+    # Alone, it goes on by whole chunks, so that a token is in the same chunk whatever rides along.
+    scheduler.remove(chunks[1].seq)
+    scheduler.remove(chunks[2].seq)
+    assert planned(scheduler.prefill()) == [(0, 256, 640)]
+
+
+def test_an_image_longer_than_a_pass_goes_on_in_every_pass():
+    seq = sequence(0, [1, *[261] * 900, 2], images=[(1, image(b"wide", (1, 60, 60)))])
+    scheduler, done = stateful(seq, sequence(1, 900)), 0
+    for _ in range(10):
+        chunks = scheduler.prefill()
+        compute(scheduler, chunks)
+        assert not seq.in_prefill or seq.computed >= done + STATE_CHUNK
+        done = seq.computed
+    assert not seq.in_prefill
+
+
+def test_pages_without_the_state_that_belongs_to_them_are_not_shared():
+    first, again = sequence(0, range(1, 50)), sequence(1, range(1, 50))
+    scheduler = stateful(first)
+    compute(scheduler, scheduler.prefill())
+    scheduler.add(again)
+    scheduler.admit()
+    assert planned(scheduler.prefill()) == [(1, 0, 49)], "nothing was found, and nobody waited for another one's page"
+    assert (scheduler.pages.kept, again.cached) == (0, 0)
+    scheduler.remove(first)
+    assert scheduler.pages.kept == 0
+
+
+def test_a_pass_too_small_for_one_chunk_is_refused():
+    with pytest.raises(ValueError, match="prefill_tokens is 48; this model needs at least 64"):
+        scheduler_of(align=STATE_CHUNK, keeps_state=True)
+
+
+# -- memory
+
+
+def test_pages_are_what_the_states_of_all_requests_leave():
+    """80 % of the free memory, 8000 of 10000 bytes."""
+    config = EngineConfig(max_model_len=80, page_size=8, max_seqs=4)
+    assert cache_pages(config, 300, 10000) == 8000 // 300
+    assert cache_pages(config, 300, 10000, bytes_per_seat=500) == (8000 - 4 * 500) // 300
+    assert cache_pages(config, 30, 10000, bytes_per_seat=500) == 4 * 10, "every seat at full length"
+    for seat in (1300, 3000):
+        with pytest.raises(
+            ValueError, match=r"beside 0.0 GiB of states of 4 requests.* lower max_model_len or max_seqs"
+        ):
+            cache_pages(config, 300, 10000, bytes_per_seat=seat)
+    with pytest.raises(
+        ValueError, match="holds 8 cache tokens, less than max_model_len 80; lower max_model_len or raise"
+    ):
+        cache_pages(config, 5000, 10000)

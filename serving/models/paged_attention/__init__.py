@@ -31,7 +31,7 @@ def paged_attention(
     heads are not, kv_heads names the key head of each run of H / J local query heads.
     A row's result depends on its own request alone, not on what else is in the pass.
     platform: what it is compiled for, None for the first device. A kernel runs on CUDA and ROCm for head dimensions of
-    64 and 128 in bfloat16 or float16, plain XLA elsewhere.
+    64, 128 and 256 in bfloat16 or float16, plain XLA elsewhere.
     """
     platform = platform or default_platform()
     args = (q, k_pages, v_pages, lengths, tile_request, page_table)

@@ -62,9 +62,27 @@ _EXTEND = {
 }
 
 
-def decode_tile(platform: Platform) -> DecodeTile:
-    return platform.row_of(_DECODE)
+# Heads of 256: the sums of a tile take twice the registers, a block of keys twice the shared memory. Nobody has timed
+# these rows, those of CUDA included.
+_DECODE_WIDE = {
+    "gfx942": DecodeTile(keys=32, part=512, warps=4, stages=1),
+    "gfx950": DecodeTile(keys=32, part=512, warps=4, stages=1),
+    "sm90": DecodeTile(keys=32, part=512, warps=4, stages=3),
+    "default": DecodeTile(keys=32, part=512, warps=4, stages=2),
+}
+_EXTEND_WIDE = {
+    "gfx942": ExtendTile(queries=64, keys=32, warps=8, stages=1),
+    "gfx950": ExtendTile(queries=64, keys=32, warps=8, stages=1),
+    "sm90": ExtendTile(queries=64, keys=32, warps=8, stages=2),
+    "default": ExtendTile(queries=64, keys=32, warps=8, stages=1),
+}
+_WIDE = 128
+"""Head dimensions above this take the tiles of wide heads."""
 
 
-def extend_tile(platform: Platform) -> ExtendTile:
-    return platform.row_of(_EXTEND)
+def decode_tile(platform: Platform, head_dim: int) -> DecodeTile:
+    return platform.row_of(_DECODE_WIDE if head_dim > _WIDE else _DECODE)
+
+
+def extend_tile(platform: Platform, head_dim: int) -> ExtendTile:
+    return platform.row_of(_EXTEND_WIDE if head_dim > _WIDE else _EXTEND)

@@ -39,7 +39,7 @@ _HIDDEN = -1e38
 """The score of a key that a row does not see. Scaled, it is still so far below _NO_SCORE that its weight is exactly
 0."""
 _SMALLEST_SIDE = 16  # of a matrix instruction
-_HEAD_DIMS = (64, 128)
+_HEAD_DIMS = (64, 128, 256)
 _PROGRAMS = 4096  # what a decode pass is spread over: enough to fill a GPU with some to spare
 _MOST_PARTS = 64
 
@@ -54,7 +54,7 @@ def serves(q: Array, k_pages: Array, tile_request: Array, num_groups: int, platf
         and q.shape[-1] in _HEAD_DIMS
         and min(q.shape[0], k_pages.shape[0], num_groups) > 0
         and rows & (rows - 1) == 0
-        and _lanes(q.shape[1] // num_groups) <= extend_tile(platform).queries
+        and _lanes(q.shape[1] // num_groups) <= extend_tile(platform, q.shape[-1]).queries
     )
 
 
@@ -349,11 +349,11 @@ def paged_attention_triton(
     arrays = _operands(q, k_pages, v_pages, lengths, tile_request, page_table, kv_heads)
     group, page, tile_rows = q.shape[1] // kv_heads.shape[0], k_pages.shape[1], q.shape[0] // tile_request.shape[0]
     if tile_rows == 1:
-        tile = tile or decode_tile(platform)
+        tile = tile or decode_tile(platform, q.shape[-1])
         if not isinstance(tile, DecodeTile):
             raise ValueError(f"a decode (one row a tile) takes a DecodeTile, not {tile}")
         return _decode(arrays, group, page, scale, platform, tile, interpret)
-    tile = tile or extend_tile(platform)
+    tile = tile or extend_tile(platform, q.shape[-1])
     if not isinstance(tile, ExtendTile):
         raise ValueError(f"an extend ({tile_rows} rows a tile) takes an ExtendTile, not {tile}")
     if _lanes(group) > tile.queries:

@@ -31,7 +31,6 @@ KERNEL_CALLS = {"__gpu$xla.gpu.triton"}
 
 EXPECTED_KERNELS: dict[str, tuple[str, ...]] = {
     "vision": ("packed_attention",),
-    "vision/tiny": ("packed_attention",),
     "indexer/replicated": ("index_scores", "select_filter"),
     "indexer/striped": ("index_scores", "select_filter"),
     "indexer/paged": ("index_scores", "select_filter"),

@@ -13,8 +13,13 @@ from pathlib import Path
 
 import jax
 
-SCOPES = ("encode", "splice", "project", "score", "select", "merge", "attend", "sample")
-"""Parts of a step on the devices, in the order they run. The innermost one that an operation's name holds counts."""
+SCOPES = (
+    *("encode", "splice", "project", "score", "select", "merge", "attend", "short_conv", "delta_rule", "mixer"),
+    *("mlp", "logits", "sample"),
+)
+"""Parts of a step on the devices, in the order they run. The innermost one that an operation's name holds counts:
+`mixer` is what a decoder layer's attention or recurrence has beside the parts named before it, its projections above
+all."""
 
 OTHER = "other"
 

@@ -94,6 +94,7 @@ class GatedDeltaNet(nnx.Module):
         state = CacheArray(shape, cut=0 if self.cut else None, per_request=True, dtype=jnp.float32)
         return {"conv": conv, "state": state}
 
+    @jax.named_scope("mixer")
     def __call__(self, x: Float[Array, "T D"], cache, step: Step):
         """(y [T, D], the layer's cache)."""
         c = self.config

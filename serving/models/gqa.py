@@ -75,6 +75,7 @@ class GroupedQueryAttention(nnx.Module):
         row = CacheArray((self.config.num_kv_heads, self.config.head_dim), cut=0 if self.shards.kv else None)
         return {"k": row, "v": row}
 
+    @jax.named_scope("mixer")
     def __call__(self, x: Float[Array, "T D"], cos, sin, cache, step: Step, platform: Platform | None):
         """(y [T, D], the layer's cache). cos, sin: float32 [T, r / 2], the angles of each row."""
         c = self.config

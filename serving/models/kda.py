@@ -75,6 +75,7 @@ class KimiDeltaAttention(nnx.Module):
             ),
         }
 
+    @jax.named_scope("mixer")
     def __call__(self, x: Float[Array, "T D"], cache, step: Step):
         """(y [T, D], the layer's cache)."""
         c, dim = self.config, self.config.head_dim

@@ -6,6 +6,7 @@ the cache is the same on every device and heads are cut.
 
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -57,6 +58,7 @@ class LatentAttention(nnx.Module):
         latent = CacheArray((self.config.kv_lora_rank + self.config.rope_dim,))
         return {"latent": latent} | ({} if self.indexer is None else index_caches(self.indexer.config))
 
+    @jax.named_scope("mixer")
     def __call__(self, x: Float[Array, "T D"], angles: Angles, cache, step: Step, selection: Selection, selected):
         """(y [T, D], the layer's cache, the selection it used [T, K]). angles: cos and sin of the rotated columns, None
         where none is rotated. selected: that of the last full layer, not read by a full one."""

@@ -28,6 +28,7 @@ class Embedding(nnx.Module):
         return self.shards.sum_if(self.shards.vocab, jnp.where(inside[:, None], rows, 0))
 
 
+@jax.named_scope("logits")
 def logits_of(x: Float[Array, "R D"], head: Float[Array, "v D"], shards: Shards) -> Float[Array, "R V"]:
     """float32 logits over the whole vocabulary on every device; `head` is this device's rows of it."""
     dims = (((1,), (1,)), ((), ()))
@@ -56,6 +57,7 @@ class SwiGLU(nnx.Module):
         self.down_proj = Linear(width, features, dtype=dtype, tp=into)
         self.limit, self.cut = limit, shards.mlp
 
+    @jax.named_scope("mlp")
     def __call__(
         self, x: Float[Array, "T D"], real: Bool[Array, " T"] | None = None, platform: Platform | None = None
     ) -> Float[Array, "T D"]:

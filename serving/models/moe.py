@@ -209,6 +209,7 @@ class MoE(nnx.Module):
         self.shared_expert_gate = Linear(c.hidden_size, 1, dtype=jnp.float32) if self.shared_expert else None
         self.config, self.shards, self.cut = c, shards, shards.mixture
 
+    @jax.named_scope("mlp")
     def __call__(
         self, x: Float[Array, "T D"], real: Bool[Array, " T"] | None = None, platform: Platform | None = None
     ) -> Float[Array, "T D"]:

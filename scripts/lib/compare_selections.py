@@ -1,5 +1,5 @@
 """Runs a prompt (on standard input) through the replicated and the striped program of a sparse-attention checkpoint and
-compares every selection. usage: compare_selections.py CHECKPOINT TP"""
+compares every selection. usage: python -m scripts.lib.compare_selections CHECKPOINT TP"""
 
 import sys
 

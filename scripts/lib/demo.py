@@ -1,4 +1,4 @@
-"""scripts/demo: two servers, a burst of photographs and digits, a long prompt, and one table to judge them by."""
+"""scripts/demo: two servers, a burst of questions about pictures, a long prompt, and one table to judge them by."""
 
 import argparse
 import base64
@@ -17,11 +17,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from scripts.lib import demo_sight
 from scripts.lib.demo_both import Sizes, both_halves
 from scripts.lib.server_process import ROOT, ServerProcess, serving
 
 DIGITS = ROOT / "serving" / "assets" / "digits"
 PHOTOS = ROOT / "tests" / "data" / "photos"
+SIGHT, RECALL = (ROOT / "serving" / "assets" / name for name in ("sight", "recall"))
+"""The embedded models; without them the digit reader and a model of random weights do."""
+RECALL_TOKENS = 2048
 SPARSE_MODEL = ROOT / "tests" / "goldens" / "glm_moe_dsa"
 BURST = 16
 TP = 2
@@ -46,9 +50,9 @@ class Reply:
 
 
 @contextmanager
-def started(model: str) -> Iterator[ServerProcess]:
+def started(model: str, *more: str) -> Iterator[ServerProcess]:
     """A server of its own process on TP host devices, ready; stopped at the end. What it says is shown."""
-    flags = ["--model", model, "--tp", str(TP)]
+    flags = ["--model", model, "--tp", str(TP), *more]
     console.print(f"\n[bold]$ python -m serving {' '.join(flags)}[/bold]")
     with serving(flags, None, READY_SECONDS) as server:
         yield server
@@ -104,15 +108,25 @@ def pick_images() -> list[tuple[Path, str | None]]:
     return [mixed[i * 7 % len(mixed)] for i in range(len(mixed))]
 
 
-def burst(port: int) -> list[Reply]:
-    images = pick_images()
-    bodies = [image_request(path) for path, _ in images]
+def burst(port: int, requests: list[tuple[dict, Reply]]) -> list[Reply]:
+    """Sends all at once and fills the replies."""
     with ThreadPoolExecutor(BURST) as pool:
-        jobs = [
-            pool.submit(stream, port, "/v1/chat/completions", body, Reply(path.name, label))
-            for body, (path, label) in zip(bodies, images, strict=True)
-        ]
+        jobs = [pool.submit(stream, port, "/v1/chat/completions", body, reply) for body, reply in requests]
         return [job.result() for job in jobs]
+
+
+def ask_digits(port: int) -> list[Reply]:
+    replies = burst(port, [(image_request(path), Reply(path.name, label)) for path, label in pick_images()])
+    show_burst(replies)
+    return replies
+
+
+def ask_sight(port: int) -> list[Reply]:
+    photos = [p for p in sorted(PHOTOS.iterdir()) if p.suffix in (".jpg", ".png", ".webp")]
+    asked = [*demo_sight.drawn(SIGHT, BURST - len(photos)), *demo_sight.on_photographs(photos)]
+    replies = burst(port, [(one.body, Reply(one.what, one.answer)) for one in asked])
+    demo_sight.show(console, asked, replies)
+    return replies
 
 
 def printable(text: str, width: int = 12) -> str:
@@ -150,20 +164,20 @@ def show_burst(replies: list[Reply]) -> None:
     console.print(table)
 
 
-def check_burst(replies: list[Reply], counts: dict[str, float]) -> list[str]:
-    """Prints what the encoder did; returns what is wrong."""
+def check_burst(replies: list[Reply], counts: dict[str, float], model: str, least_right: float) -> list[str]:
+    """Prints what the encoder did; returns what is wrong. least_right: the share of the answers that must be."""
     calls = counts["vit_calls_total"]
     per_call = {c: sum(c in r.calls for r in replies) for r in replies for c in r.calls}
     lanes = counts["vit_lanes_filled_sum"] / max(calls, 1)
     padding = counts["vit_padded_patch_ratio_sum"] / max(calls, 1)
     compiles = counts['compiles_total{stage="after_ready"}']
-    digits = [r for r in replies if r.label is not None]
-    right = sum(r.text == r.label for r in digits)
+    known = [r for r in replies if r.label is not None]
+    right = sum(r.text.strip() == r.label for r in known)
     ttfts = sorted(r.ttft for r in replies if r.ttft is not None) or [0.0]
     facts = Table(show_header=False, box=None, padding=(0, 2))
     for name, value in (
         ("model", ", ".join(sorted({r.model for r in replies}))),
-        ("digits right", f"{right} of {len(digits)}"),
+        ("right", f"{right} of {len(known)}"),
         ("TTFT median / worst", f"{ttfts[len(ttfts) // 2] * 1000:.0f} / {ttfts[-1] * 1000:.0f} ms"),
         ("images a ViT call", ", ".join(f"{n}" for _, n in sorted(per_call.items())) + f"  ({calls:.0f} calls)"),
         ("lanes filled", f"{lanes:.2f} of {TP} on average"),
@@ -173,19 +187,19 @@ def check_burst(replies: list[Reply], counts: dict[str, float]) -> list[str]:
         facts.add_row(name, value)
     console.print(facts)
     problems = [f"{r.name}: {r.error}" for r in replies if r.error]
-    if right < len(digits):
-        problems.append(f"{len(digits) - right} of {len(digits)} digits were read wrong")
+    if right < least_right * len(known):
+        problems.append(f"{len(known) - right} of {len(known)} answers were wrong")
     if compiles:
         problems.append(f"{compiles:.0f} programs were compiled after ready")
     if lanes <= 1:
         # A call of one image, the burst's first arrival, may fill one lane; all of them may not.
         problems.append(f"no ViT call filled more than one of {TP} lanes")
-    if {r.model for r in replies if not r.error} != {"digits_vlm"}:
+    if {r.model for r in replies if not r.error} != {model}:
         problems.append(f"another model answered: {sorted({r.model for r in replies})}")
     if any(r.usage.get("prompt_tokens_details", {}).get("image_tokens", 0) < 1 for r in replies if not r.error):
         problems.append("a reply counted no image tokens")
     if calls >= len(replies):
-        problems.append(f"{calls:.0f} ViT calls for {len(replies)} images: nothing was batched across requests")
+        problems.append(f"{calls:.0f} ViT calls for {len(replies)} requests: nothing was batched across them")
     return problems
 
 
@@ -194,9 +208,9 @@ def long_prompt() -> str:
     return " ".join(f"Box {n} holds {n * n % 97} grey stones and {n * 31 % 89} red ones." for n in range(1, 28))
 
 
-def compare_selections(prompt: str) -> tuple[int, int]:
+def compare_selections(model: Path, prompt: str) -> tuple[int, int]:
     """(rows compared, rows equal) of the striped and a separately compiled replicated program on this prompt."""
-    command = [sys.executable, str(ROOT / "scripts" / "lib" / "compare_selections.py"), str(SPARSE_MODEL), str(TP)]
+    command = [sys.executable, "-m", "scripts.lib.compare_selections", str(model), str(TP)]
     with console.status("compiling the replicated and the striped program apart, and comparing their selections"):
         done = subprocess.run(command, cwd=ROOT, input=prompt, text=True, capture_output=True, check=False)
     match = re.search(r"(\d+) of (\d+) rows equal", done.stdout)
@@ -207,18 +221,22 @@ def compare_selections(prompt: str) -> tuple[int, int]:
 
 def sparse_path(server: ServerProcess) -> list[str]:
     """The long prompt on the sparse-attention server; prints its table, returns what is wrong."""
-    prompt = long_prompt()
+    has_recall, prompt, answer = has(RECALL), long_prompt(), None
+    model = RECALL if has_recall else SPARSE_MODEL
     body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-    reply = stream(server.port, "/v1/completions", body, Reply("long prompt", None))
+    if has_recall:
+        prompt, answer = demo_sight.hidden_number(RECALL, RECALL_TOKENS)
+        body = {"prompt": prompt, "max_tokens": 16, "temperature": 0}
+    reply = stream(server.port, "/v1/completions", body, Reply("long prompt", answer))
     counts = server.metrics()
     striped = counts['indexer_rows_total{path="striped"}']
     replicated = counts['indexer_rows_total{path="replicated"}']
     compiles = counts['compiles_total{stage="after_ready"}']
-    rows, equal = compare_selections(prompt)
-    topk = json.loads((SPARSE_MODEL / "config.json").read_text())["index_topk"]
+    rows, equal = compare_selections(model, long_prompt())
+    topk = json.loads((model / "config.json").read_text())["index_topk"]
     facts = Table(show_header=False, box=None, padding=(0, 2), title="one long prompt, sparse attention")
     for name, value in (
-        ("model", f"{reply.model} (random weights)"),
+        ("model", reply.model if has_recall else f"{reply.model} (random weights)"),
         ("prompt", f"{reply.usage.get('prompt_tokens', 0)} tokens, each attends to {topk} selected"),
         ("TTFT", "-" if reply.ttft is None else f"{reply.ttft * 1000:.0f} ms"),
         ("rows striped / replicated", f"{striped:.0f} / {replicated:.0f}"),
@@ -226,8 +244,12 @@ def sparse_path(server: ServerProcess) -> list[str]:
         ("compiles after ready", f"{compiles:.0f}"),
     ):
         facts.add_row(name, value)
+    if answer is not None:
+        facts.add_row("the hidden number", f"{reply.text.strip()}, {answer} is right")
     console.print(facts)
     problems = []
+    if answer is not None and not reply.error and reply.text.strip() != answer:
+        problems.append(f"the hidden number is {answer}; the answer was {reply.text.strip()!r}")
     if reply.error:
         problems.append(f"the long prompt: {reply.error}")
     if reply.usage.get("prompt_tokens", 0) < 8 * topk:
@@ -241,13 +263,18 @@ def sparse_path(server: ServerProcess) -> list[str]:
     return problems
 
 
+def has(folder: Path) -> bool:
+    return (folder / "model.safetensors").is_file()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/demo",
-        description="Starts the server on two host devices, sends it a burst of photographs and handwritten digits, "
+        description="Starts the server on two host devices, sends it a burst of questions about pictures, "
         "then a long prompt to a second server with sparse attention, and shows what came back. Runs on a CPU.",
     )
     parser.add_argument("--keep", action="store_true", help="leave the first server up at the end, until Ctrl-C")
+    parser.add_argument("--page", action="store_true", help="instead: a server with a page to ask it from a browser")
     parser.add_argument("--model", metavar="FOLDER", help="instead: a checkpoint whose two halves are to work at once")
     parser.add_argument("--tp", type=int, default=TP, help="devices for --model")
     parser.add_argument("--images", type=int, default=64, help="requests with an image for --model")
@@ -258,23 +285,33 @@ def main() -> int:
     if options.model:
         sizes = Sizes(options.images, options.prompts, options.prompt_tokens)
         return conclude(both_halves(console, options.model, options.tp, sizes), began)
-    with started("demo") as server:
-        replies = burst(server.port)
-        show_burst(replies)
-        problems = check_burst(replies, server.metrics())
-        with started(str(SPARSE_MODEL.relative_to(ROOT))) as other:
+    sight = has(SIGHT)
+    if options.page:
+        with started("sight" if sight else "demo", "--page") as server:
+            console.print(f"\n[bold]{server.url}/[/bold]  drop a picture there and ask. Ctrl-C stops it.")
+            return until_stopped(server)
+    with started("sight" if sight else "demo", *(["--page"] if options.keep else [])) as server:
+        replies = ask_sight(server.port) if sight else ask_digits(server.port)
+        expected = ("sight", demo_sight.LEAST_RIGHT) if sight else ("digits_vlm", 1.0)
+        problems = check_burst(replies, server.metrics(), *expected)
+        with started("recall" if has(RECALL) else str(SPARSE_MODEL.relative_to(ROOT))) as other:
             problems += sparse_path(other)
         status = conclude(problems, began)
         if options.keep:
-            body = json.dumps({"messages": [{"role": "user", "content": "digit?"}], "max_tokens": 4})
-            console.print(f"\nthe digit reader is still up; try\n  curl -s {server.url}/v1/chat/completions \\")
-            console.print(f"    -H 'content-type: application/json' -d '{body}'\nCtrl-C stops it.", markup=False)
-            assert server.process is not None
-            try:
-                server.process.wait()
-            except KeyboardInterrupt:
-                console.print("stopping")
+            console.print(f"\nthe first server is still up: {server.url}/ is its page, {server.url}/v1 its API")
+            console.print("Ctrl-C stops it.")
+            return until_stopped(server) or status
     return status
+
+
+def until_stopped(server: ServerProcess) -> int:
+    """Waits for Ctrl-C, or for the server's own end, whose exit status it returns."""
+    assert server.process is not None
+    try:
+        return server.process.wait()
+    except KeyboardInterrupt:
+        console.print("stopping")
+    return 0
 
 
 def conclude(problems: list[str], began: float) -> int:

@@ -33,7 +33,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="scripts/eval_lm", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="demo", help="checkpoint folder (its tokenizer is read too); default: demo")
+    parser.add_argument("--model", default="demo", help="checkpoint folder (its tokenizer is read too), demo or recall")
     parser.add_argument("--url", help="a running server, e.g. http://localhost:8000; default: start one on --model")
     parser.add_argument("--tasks", help=f"default: {','.join(OWN)} and niah_single_1")
     parser.add_argument("--include", action="append", default=[], help="a folder of task files of your own")
@@ -118,9 +118,9 @@ def verify(folder: Path, out: Path) -> bool:
 
 def main() -> int:
     args = arguments()
-    from serving.cli import DEMO_FOLDER
+    from serving.cli import model_folder
 
-    folder = DEMO_FOLDER if args.model == "demo" else Path(args.model).resolve()
+    folder = model_folder(args.model).resolve()
     tasks = args.tasks.split(",") if args.tasks else [*OWN, "niah_single_1"]
     with tempfile.TemporaryDirectory() as scratch:
         out = (args.out or Path(scratch)).resolve()

@@ -107,3 +107,25 @@ def test_keys_and_traces_come_from_their_flags(tmp_path):
         cli.keys(args, {"VITSTRIPE_ADMIN_KEY": "a"})
     with pytest.raises(cli.UsageError, match="--profile-dir"):
         cli.profiler(cli.arguments(["--model", "demo", "--profile-dir", "x", "--profile-seconds", "0"]))
+
+
+def test_a_model_is_an_embedded_one_by_its_name_or_else_a_folder():
+    assert cli.model_folder("demo") == cli.DEMO_FOLDER
+    assert cli.model_folder("./sight") == Path("./sight")
+    assert cli.model_folder("elsewhere/demo") == Path("elsewhere/demo")
+
+
+@pytest.mark.parametrize("name", ["sight", "recall"])
+def test_an_embedded_model_that_is_not_there_is_told_with_what_would_do(monkeypatch, tmp_path, name):
+    monkeypatch.setitem(cli.EMBEDDED, name, tmp_path / name)
+    with pytest.raises(cli.UsageError) as caught:
+        cli.model_folder(name)
+    assert f"the embedded model {name!r} is not in this copy" in str(caught.value)
+    assert f"scripts/train_miniature {name}" in str(caught.value)
+    assert "demo" in str(caught.value)
+
+
+def test_the_page_is_off_unless_it_is_asked_for(tmp_path):
+    assert not cli.arguments(["--model", "demo"]).page
+    assert cli.arguments(["--model", "demo", "--page"]).page
+    assert cli.arguments(config(tmp_path, 'model = "demo"\npage = true')).page

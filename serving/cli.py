@@ -19,8 +19,14 @@ from serving.profiling import Profiler
 from vitbatch import EncoderConfig
 
 _ASSETS = Path(__file__).parent / "assets"
-DEMO_FOLDER = _ASSETS / "digits_vlm"
-EMBEDDED = {"demo": DEMO_FOLDER, "sight": _ASSETS / "sight", "recall": _ASSETS / "recall"}
+DIGITS_FOLDER = _ASSETS / "digits_vlm"
+_SIGHT_FOLDER = _ASSETS / "sight"
+EMBEDDED = {
+    "demo": _SIGHT_FOLDER,
+    "sight": _SIGHT_FOLDER,
+    "recall": _ASSETS / "recall",
+    "digits": DIGITS_FOLDER,
+}
 """Names that --model takes beside folders -> their folders, inside the package."""
 _DEFAULT_CONTEXT = 8192
 
@@ -39,7 +45,7 @@ class UsageError(ValueError):
 
 _EPILOG = """\
 examples:
-  python -m serving --model demo --tp 2                      the embedded digit reader on two (host) devices
+  python -m serving --model demo --tp 2                      the embedded model of pictures on two (host) devices
   python -m serving --model ./Qwen3-VL-8B --max-seqs 64 --api-key-file keys.txt
   python -m serving --config server.toml --port 8001         flags from a file, one of them replaced
   python -m serving doctor                                   what this machine has, and what does not fit
@@ -70,7 +76,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     if args.config is not None:
         args = p.parse_args([*_file_flags(args.config, p), *argv])
     if args.model is None:
-        raise UsageError("no --model is given; name a checkpoint folder, or 'demo' for the embedded digit reader")
+        raise UsageError("no --model is given; name a checkpoint folder, or 'demo' for the embedded model of pictures")
     return args
 
 
@@ -150,8 +156,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--model",
         metavar="PATH",
-        help="checkpoint folder (Hugging Face or Orbax), or an embedded model: 'demo' reads a digit, 'sight' answers "
-        "about drawn pictures, 'recall' finds what a text said",
+        help="checkpoint folder (Hugging Face or Orbax), or an embedded model: 'sight' (or 'demo') answers about drawn "
+        "pictures, 'recall' finds what a text said, 'digits' reads a digit",
     )
     p.add_argument("--served-model-name", metavar="NAME", help="name in the API (default: the folder's name)")
     p.add_argument("--host", default="127.0.0.1", help="address to listen on")

@@ -15,7 +15,7 @@ from scripts.lib.accuracy.run import main
 from scripts.lib.accuracy.statistics import mcnemar, paired_interval, wilson
 from scripts.lib.miniature.recall_tokenizer import tokenizer_files
 from scripts.lib.miniature.sight.miniature import Sight
-from serving.cli import DEMO_FOLDER, EMBEDDED
+from serving.cli import DIGITS_FOLDER, EMBEDDED
 
 ROOT = Path(__file__).parent.parent
 ABSENT = [name for name in ("sight", "recall") if not (EMBEDDED[name] / "model.safetensors").is_file()]
@@ -114,7 +114,7 @@ def test_questions_about_texts_are_answered_by_them_once(layouts):
 
 def test_questions_for_another_vocabulary_are_refused():
     with pytest.raises(ValueError, match="another tokenizer"):
-        recall_questions(DEMO_FOLDER, 3, 0, (256,))
+        recall_questions(DIGITS_FOLDER, 3, 0, (256,))
 
 
 def test_a_model_that_is_none_is_told_in_one_line(capsys):

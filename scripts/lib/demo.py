@@ -287,10 +287,10 @@ def main() -> int:
         return conclude(both_halves(console, options.model, options.tp, sizes), began)
     sight = has(SIGHT)
     if options.page:
-        with started("sight" if sight else "demo", "--page") as server:
+        with started("sight" if sight else "digits", "--page") as server:
             console.print(f"\n[bold]{server.url}/[/bold]  drop a picture there and ask. Ctrl-C stops it.")
             return until_stopped(server)
-    with started("sight" if sight else "demo", *(["--page"] if options.keep else [])) as server:
+    with started("sight" if sight else "digits", *(["--page"] if options.keep else [])) as server:
         replies = ask_sight(server.port) if sight else ask_digits(server.port)
         expected = ("sight", demo_sight.LEAST_RIGHT) if sight else ("digits_vlm", 1.0)
         problems = check_burst(replies, server.metrics(), *expected)

@@ -33,7 +33,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="scripts/eval_lm", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="demo", help="checkpoint folder (its tokenizer is read too), demo or recall")
+    parser.add_argument("--model", default="digits", help="checkpoint folder (with its tokenizer), digits or recall")
     parser.add_argument("--url", help="a running server, e.g. http://localhost:8000; default: start one on --model")
     parser.add_argument("--tasks", help=f"default: {','.join(OWN)} and niah_single_1")
     parser.add_argument("--include", action="append", default=[], help="a folder of task files of your own")

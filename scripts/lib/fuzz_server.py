@@ -29,7 +29,7 @@ from schemathesis.specs.openapi.checks import content_type_conformance, response
 from scripts.lib.server_process import ServerProcess, running_or_serving, settled
 
 # Few and small programs: what is tried here is what comes before them.
-_FLAGS = ["--model", "demo", "--max-model-len", "128", "--max-seqs", "4", "--prefill-tokens", "64"]
+_FLAGS = ["--model", "digits", "--max-model-len", "128", "--max-seqs", "4", "--prefill-tokens", "64"]
 _FLAGS += ["--mm-process-config", '{"image": {"max_image_tokens": 16}}']
 _PLAIN_CASES = 20  # of an operation that takes nothing: more would be the same request again
 _BATCH = 100
@@ -212,7 +212,7 @@ def after(server: ServerProcess) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/fuzz_server",
-        description="Starts the demo server, reads its OpenAPI document and sends requests that schemathesis makes "
+        description="Starts a server on the embedded digit reader, reads its OpenAPI document and sends requests that schemathesis makes "
         "from it, half of them valid. Exit status 1, with examples, if one was answered with a 5xx, with a body that "
         "the document does not know, or not at all, or if the server is not as it was.",
     )

@@ -119,12 +119,12 @@ def table_of(summary: Summary) -> Table:
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/load_server",
-        description="Starts the demo server on two host devices and lets aiperf send streamed chats with one random "
+        description="Starts a server on two host devices and lets aiperf send streamed chats with one random "
         "image each, at a fixed rate. Exit status 1, with the reasons, if one failed or a program was compiled.",
     )
     parser.add_argument("--aiperf", required=True, help=argparse.SUPPRESS)
     parser.add_argument("--url", help="a server that runs already, e.g. http://127.0.0.1:8000")
-    parser.add_argument("--model", default="demo", help="checkpoint to serve (default: the embedded digit reader)")
+    parser.add_argument("--model", default="digits", help="checkpoint to serve (default: the embedded digit reader)")
     parser.add_argument("--tokenizer", type=Path, default=_DEMO_TOKENIZER, help="folder of the model's tokenizer")
     parser.add_argument("--tp", type=int, default=2, help="devices; on a CPU they are made (default 2)")
     parser.add_argument("--rate", type=float, default=4.0, help="requests a second (default 4)")

@@ -193,13 +193,13 @@ def most_answers(url: str) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/soak",
-        description="Starts the demo server on two host devices and keeps it under mixed traffic: text and images, "
+        description="Starts a server on two host devices and keeps it under mixed traffic: text and images, "
         "streamed or not, several answers a request, 10 %% of clients leave early, 5 %% of images are bad, bursts fill "
         "the queue, SIGTERM comes under load. Exit status 1, with the reasons, if a request was lost, an answer was "
         "another's, something stayed held, a program was compiled or memory grew.",
     )
     parser.add_argument("--minutes", type=float, default=10.0, help="length (default 10)")
-    parser.add_argument("--model", default="demo", help="checkpoint (default: the embedded digit reader)")
+    parser.add_argument("--model", default="digits", help="checkpoint (default: the embedded digit reader)")
     parser.add_argument("--tp", type=int, default=2, help="devices; on a CPU they are made (default 2)")
     parser.add_argument(
         "--clients", type=int, default=12, help="clients that ask one request after the other (default 12)"

@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 
 from scripts.lib.server_process import HELD
-from serving.cli import DEMO_FOLDER
+from serving.cli import DIGITS_FOLDER
 from serving.config import EngineConfig
 from serving.engine import Engine
 from serving.load import load_engine
@@ -20,7 +20,7 @@ from vitbatch import BucketLadder, CompileGuard, EncoderConfig
 from vitstripe.checkpoint import Checkpoint
 from vitstripe.mesh import make_mesh
 
-DIGITS = sorted((DEMO_FOLDER.parent / "digits").glob("*.png"))
+DIGITS = sorted((DIGITS_FOLDER.parent / "digits").glob("*.png"))
 PHOTOS = sorted(p for p in (Path(__file__).parents[1] / "data" / "photos").iterdir() if p.suffix != ".md")
 CONFIG = EngineConfig(tp=2, max_model_len=176, page_size=8, max_seqs=8, prefill_tokens=128, max_queue=40)
 IMAGES = EncoderConfig(ladder=BucketLadder((256,)), pool_tokens=150)
@@ -29,7 +29,7 @@ IMAGES = EncoderConfig(ladder=BucketLadder((256,)), pool_tokens=150)
 class Server:
     """An engine with its tokenizer; asks in the demo model's chat format."""
 
-    def __init__(self, config: EngineConfig = CONFIG, images: EncoderConfig = IMAGES, folder: Path = DEMO_FOLDER):
+    def __init__(self, config: EngineConfig = CONFIG, images: EncoderConfig = IMAGES, folder: Path = DIGITS_FOLDER):
         self.tokenizer = Tokenizer.from_checkpoint(folder)
         self.metrics, self.guard = Metrics(), CompileGuard()
         self.engine = load_engine(

@@ -110,7 +110,8 @@ def test_keys_and_traces_come_from_their_flags(tmp_path):
 
 
 def test_a_model_is_an_embedded_one_by_its_name_or_else_a_folder():
-    assert cli.model_folder("demo") == cli.DEMO_FOLDER
+    assert cli.model_folder("digits") == cli.DIGITS_FOLDER
+    assert cli.model_folder("demo") == cli.model_folder("sight")
     assert cli.model_folder("./sight") == Path("./sight")
     assert cli.model_folder("elsewhere/demo") == Path("elsewhere/demo")
 

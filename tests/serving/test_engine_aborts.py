@@ -8,7 +8,7 @@ import pytest
 
 from serving.api import Limits, create_app
 from serving.chat import ChatTemplate
-from serving.cli import DEMO_FOLDER
+from serving.cli import DIGITS_FOLDER
 from tests.serving.api.harness import Connection, encoded_image, eventually, image_part
 from tests.serving.demo_server import Server
 from vitbatch import PoolFull
@@ -116,7 +116,7 @@ STAGES = {
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("stage", STAGES.values(), ids=STAGES)
 def test_a_client_that_leaves_frees_everything_within_two_steps(server, monkeypatch, stage, stream, n):
-    template = ChatTemplate.from_checkpoint(DEMO_FOLDER)
+    template = ChatTemplate.from_checkpoint(DIGITS_FOLDER)
     gate, left, freed = Gate(), [], []
     content = [image_part(PICTURE), {"type": "text", "text": "digit?"}]
     body = {

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from serving.cli import DEMO_FOLDER
+from serving.cli import DIGITS_FOLDER
 from serving.config import EngineConfig
 from serving.models import bind_decoder
 from serving.protocol import ErrorEvent, Overloaded
@@ -52,7 +52,7 @@ def test_a_fault_of_the_devices_ends_the_engine_and_tells_everyone(monkeypatch):
 
 
 def test_an_orbax_folder_made_on_one_device_is_served_on_two(tmp_path, mesh_of):
-    source, folder = Checkpoint(DEMO_FOLDER), tmp_path / "digits"
+    source, folder = Checkpoint(DIGITS_FOLDER), tmp_path / "digits"
     bindings = [bind_decoder(source, tp=1, dtype=jnp.bfloat16), bind_tower(source, dtype=jnp.bfloat16)]
     save_orbax(folder, source, {b.name: load(source, b, mesh_of(1)) for b in bindings})
     assert not list(folder.glob("*.safetensors"))

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from serving.cli import DEMO_FOLDER
+from serving.cli import DIGITS_FOLDER
 from tests.serving.demo_server import DIGITS, PHOTOS
 
 ADMIN = "sk-admin-of-the-test"
@@ -54,7 +54,9 @@ def server(tmp_path_factory):
     config.write_text(f'model = "absent"\nport = {port}\nprofile-dir = "{folder / "traces"}"\n')
     environ = os.environ | {"VITSTRIPE_ADMIN_KEY": ADMIN}
     with log.open("w") as out:
-        process = subprocess.Popen(command("--config", str(config), "--model", "demo", *FLAGS), stderr=out, env=environ)
+        process = subprocess.Popen(
+            command("--config", str(config), "--model", "digits", *FLAGS), stderr=out, env=environ
+        )
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
         try:
             early = answers_until_ready(process, client, log)
@@ -199,7 +201,7 @@ def test_sigterm_lets_a_running_answer_end_refuses_new_ones_and_exits_in_order(s
 
 def test_sigterm_while_loading_ends_without_a_crash(tmp_path):
     with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(command("--model", "demo", "--port", str(free_port()), *FLAGS), stderr=log)
+        process = subprocess.Popen(command("--model", "digits", "--port", str(free_port()), *FLAGS), stderr=log)
     while "language weights" not in (tmp_path / "log").read_text():
         assert process.poll() is None
         time.sleep(0.1)
@@ -213,11 +215,11 @@ def test_a_users_mistake_is_one_line(tmp_path):
     odd = {}
     for name, file, text in (
         ("no text config", "config.json", '{"model_type": "qwen3_vl", "text_config": null}'),
-        ("rope theta", "config.json", (DEMO_FOLDER / "config.json").read_text().replace("10000.0", '"high"')),
+        ("rope theta", "config.json", (DIGITS_FOLDER / "config.json").read_text().replace("10000.0", '"high"')),
         ("tokenizer", "tokenizer.json", "[]"),
     ):
         odd[name] = tmp_path / name
-        shutil.copytree(DEMO_FOLDER, odd[name])
+        shutil.copytree(DIGITS_FOLDER, odd[name])
         (odd[name] / file).write_text(text)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -225,9 +227,9 @@ def test_a_users_mistake_is_one_line(tmp_path):
         cases = [
             (("--model", str(tmp_path / "absent")), "is not a folder"),
             (("--model", str(tmp_path)), "no weights"),
-            (("--model", "demo", "--mm-process-config", "{"), "--mm-process-config is not JSON"),
-            (("--model", "demo", "--max-model-len", "9999999"), "max_position_embeddings 4096"),
-            (("--model", "demo", "--port", str(taken.getsockname()[1])), "choose another --port"),
+            (("--model", "digits", "--mm-process-config", "{"), "--mm-process-config is not JSON"),
+            (("--model", "digits", "--max-model-len", "9999999"), "max_position_embeddings 4096"),
+            (("--model", "digits", "--port", str(taken.getsockname()[1])), "choose another --port"),
             (("--model", str(odd["no text config"])), "'text_config'"),
             (("--model", str(odd["rope theta"])), "rope_theta is 'high'"),
             (("--model", str(odd["tokenizer"])), "is not a usable tokenizer"),
@@ -255,4 +257,4 @@ def test_doctor_says_what_the_machine_has():
 
 
 def test_the_demo_model_is_in_the_package():
-    assert (DEMO_FOLDER / "model.safetensors").is_file()
+    assert (DIGITS_FOLDER / "model.safetensors").is_file()

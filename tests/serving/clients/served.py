@@ -12,7 +12,7 @@ import uvicorn
 from serving.api import Limits, create_app
 from serving.api.listen import server_config
 from serving.chat import ChatTemplate
-from serving.cli import DEMO_FOLDER
+from serving.cli import DIGITS_FOLDER
 from serving.config import EngineConfig
 from tests.serving.demo_server import Server
 
@@ -52,7 +52,7 @@ def serve(config: EngineConfig = CONFIG) -> Iterator[Served]:
     app = create_app(
         server.engine,
         server.tokenizer,
-        ChatTemplate.from_checkpoint(DEMO_FOLDER),
+        ChatTemplate.from_checkpoint(DIGITS_FOLDER),
         server.runner.encoder.processor,
         Limits(),
         server.metrics,

@@ -10,7 +10,7 @@ import urllib.request
 import numpy as np
 import pytest
 
-from serving.cli import DEMO_FOLDER
+from serving.cli import DIGITS_FOLDER
 from serving.config import EngineConfig
 from serving.protocol import SamplingParams
 from tests.serving.harness import Driver
@@ -25,7 +25,7 @@ def logits_of(served):
     no_images = np.zeros((8, 3 * 64), np.float32)
     config = EngineConfig(max_model_len=176, page_size=8, max_seqs=32, prefill_tokens=64)
     with served.reference():
-        driver = Driver(Checkpoint(DEMO_FOLDER), 2, no_images, config)
+        driver = Driver(Checkpoint(DIGITS_FOLDER), 2, no_images, config)
 
     def compute(ids):
         with served.reference():

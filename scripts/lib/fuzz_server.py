@@ -212,9 +212,9 @@ def after(server: ServerProcess) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/fuzz_server",
-        description="Starts a server on the embedded digit reader, reads its OpenAPI document and sends requests that schemathesis makes "
-        "from it, half of them valid. Exit status 1, with examples, if one was answered with a 5xx, with a body that "
-        "the document does not know, or not at all, or if the server is not as it was.",
+        description="Starts a server on the embedded digit reader, reads its OpenAPI document and sends requests that "
+        "schemathesis makes from it, half of them valid. Exit status 1, with examples, if one was answered with a 5xx, "
+        "with a body that the document does not know, or not at all, or if the server is not as it was.",
     )
     parser.add_argument("--cases", type=int, default=10_000, help="requests (default 10000)")
     parser.add_argument("--url", help="a server that runs already, e.g. http://127.0.0.1:8000")

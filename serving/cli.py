@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import json
+import logging
 import threading
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,8 @@ from serving.config import EngineConfig
 from serving.models.config import text_config
 from serving.profiling import Profiler
 from vitbatch import EncoderConfig
+
+logger = logging.getLogger(__name__)
 
 _ASSETS = Path(__file__).parent / "assets"
 DIGITS_FOLDER = _ASSETS / "digits_vlm"
@@ -83,11 +86,13 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
 def model_folder(model: str) -> Path:
     """The folder that --model names. Raises UsageError for an embedded model that this copy of the package lacks."""
     folder = EMBEDDED.get(model, Path(model))
+    if model in EMBEDDED and (Path(model) / "config.json").is_file():
+        logger.warning("--model %s is the embedded model; write ./%s for the folder of that name", model, model)
     if model in EMBEDDED and not (folder / "config.json").is_file():
         there = ", ".join(name for name, one in EMBEDDED.items() if (one / "config.json").is_file()) or "none"
         raise UsageError(
             f"the embedded model {model!r} is not in this copy of the package (embedded models here: {there}); "
-            f"`scripts/train_miniature {model} --out FOLDER` makes it, or write ./{model} for a folder of that name"
+            f"name another, or write ./{model} for a folder of that name"
         )
     return folder
 

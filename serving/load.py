@@ -9,10 +9,12 @@ from jax.sharding import Mesh
 
 from serving.config import EngineConfig
 from serving.engine import Engine
+from serving.lm import LanguageModel, LmShapes
 from serving.metrics import Metrics
 from serving.models import bind_decoder, family_of
 from serving.models.config import text_config
 from serving.runner import Runner
+from serving.scheduler import Scheduler
 from vitbatch import CompileGuard, EncoderConfig, VisionEncoder
 from vitbatch.checkpoint import bind_tower
 from vitstripe.checkpoint import Checkpoint, CheckpointError, load, raise_problems
@@ -63,6 +65,11 @@ def load_engine(
     family = family_of(checkpoint.config)
     binding = bind_decoder(checkpoint, tp=config.tp, dtype=dtype)
     raise_problems(checkpoint, [binding, *([bind_tower(checkpoint, dtype=dtype)] if has_images(checkpoint) else [])])
+
+    # Raise ValueError for flags that this model cannot take: now, and not after minutes of loading.
+    sizing = LanguageModel(binding.graphdef, binding.abstract, mesh, config, LmShapes(1))
+    sizing.abstract_caches()
+    Scheduler(config, 1, align=sizing.row_align)
 
     with stage("language weights") as advance:
         state = load(checkpoint, binding, mesh, progress=lambda done, total: advance(done, total, ""))

@@ -6,7 +6,7 @@ from typing import Any
 from vitbatch.config import EncoderConfig, VisionConfig
 from vitbatch.images import ImageProcessor, read_processor
 from vitbatch.towers import family_of
-from vitstripe.checkpoint import Binding, Checkpoint, CheckpointError, bind
+from vitstripe.checkpoint import WRONG_KIND, Binding, Checkpoint, CheckpointError, bind
 from vitstripe.platform import default_platform
 
 _PREFIXES = ("model.visual.", "visual.")
@@ -19,6 +19,10 @@ def vision_config(checkpoint: Checkpoint) -> VisionConfig:
         return family_of(model_type).read_config(checkpoint.config)
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.folder}: {error}") from error
+    except WRONG_KIND as error:
+        raise CheckpointError(
+            f"{checkpoint.folder}: config.json: a field of vision_config has a value of the wrong kind: {error}"
+        ) from error
 
 
 def image_processor(checkpoint: Checkpoint, config: EncoderConfig | None = None) -> ImageProcessor:

@@ -37,6 +37,10 @@ class CheckpointError(ValueError):
     """The folder is no usable checkpoint; the text lists everything that is wrong with it."""
 
 
+WRONG_KIND = (TypeError, AttributeError, KeyError, IndexError)
+"""What reading a field raises where a list or an object was expected and something else is there."""
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -181,8 +185,8 @@ def bind(
         raise CheckpointError(f"{checkpoint.folder}: {text}")
     try:
         binding.block = block_of(checkpoint.config)
-    except ValueError as error:
-        raise CheckpointError(str(error)) from error
+    except (ValueError, *WRONG_KIND) as error:
+        raise CheckpointError(f"config.json: its quantization_config cannot be read: {error}") from error
     used: set[str] = set()
     for path, variable in nnx.to_flat_state(abstract):
         found = []
@@ -198,7 +202,7 @@ def bind(
                 scale, problems = _scale_of(checkpoint, tensor, binding.block)
                 used.add(scale)
                 binding.problems += [p for p in problems if p not in binding.problems]
-            elif len(want) == 3 and have != want and have == (want[0], want[2], want[1]):
+            elif variable.get_metadata("stacked") and have != want and have == (want[0], want[2], want[1]):
                 # Qwen3-VL's experts as released: [E, in, out]. Where in == out the two could not be told apart.
                 found += [Source(tensor, (e, slice(None), rows), transposed=True) for e, rows in indices]
                 continue

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from serving.api.answers import Outcome
 from serving.chat import Delta
@@ -45,7 +46,7 @@ class Choice:
     Attributes:
         running: in the engine, as far as is known.
         outcome: how it ended; a stop string ends it before the engine knows.
-        settled: the engine's own counts are not, or not any more, waited for after a stop string.
+        counts: of the engine, after a stop string ended the answer here: awaited for a while, then given up.
     """
 
     def __init__(self, index: int, order: Order, metrics: Metrics, arrived: float):
@@ -60,7 +61,7 @@ class Choice:
         self._counted, self._closed = True, False
         self.running = False
         self.outcome: Outcome | None = None
-        self.settled = True
+        self.counts: Literal["open", "awaited", "given up"] = "open"
         image_tokens = sum(span.image.num_tokens for span in order.submission.images)
         self._usage, self._generated = Usage(len(order.submission.prompt_ids), 0, image_tokens), 0
 
@@ -124,7 +125,7 @@ class Choice:
 
     def piece(self) -> Piece | None:
         """What came since the last piece; the last one once the engine's own counts are there or waited for no more."""
-        last = self.outcome is not None and (self.settled or not self.running)
+        last = self.outcome is not None and (self.counts == "given up" or not self.running)
         if not (self._deltas or last):
             return None
         if last:

@@ -92,8 +92,8 @@ class Generation:
         except Overloaded as error:
             raise overloaded(error) from None
         self._watch_next()
-        while (told := await self._events.get()) is None:
-            self._check_engine()
+        while (told := await self._next()) is None:
+            pass
         self._take(told)
         if self._failure is not None:
             raise self._failure
@@ -103,8 +103,9 @@ class Generation:
         return lambda event: post(put, (choice, event))
 
     def _look(self) -> None:
-        """Has the engine looked at, now and every `watch_seconds` from now on."""
-        self._events.put_nowait(None)
+        """Has the engine looked at, now and every `watch_seconds` from now on, if nothing comes from it."""
+        if self._events.empty():
+            self._events.put_nowait(None)
         self._watch_next()
 
     def _watch_next(self) -> None:
@@ -119,7 +120,8 @@ class Generation:
         """
         while True:
             while self._failure is None and not self._events.empty():
-                self._take(self._events.get_nowait())
+                if (told := self._events.get_nowait()) is not None:
+                    self._take(told)
             for choice in self._choices:
                 piece = None if choice.over else choice.piece()
                 if piece is not None:
@@ -128,7 +130,8 @@ class Generation:
                 raise self._failure
             if all(choice.over for choice in self._choices):
                 return
-            self._take(await self._events.get())
+            if (told := await self._next()) is not None:
+                self._take(told)
 
     def close(self) -> None:
         if self._watch is not None:
@@ -139,26 +142,30 @@ class Generation:
                 self._engine.abort(choice.id)
             choice.count("abort")
 
-    def _take(self, told: tuple[Choice, Event] | None) -> None:
-        """An event, or time to look around: raises ApiError when the engine is gone."""
-        if told is None:
-            return self._check_engine()
+    async def _next(self) -> tuple[Choice, Event] | None:
+        """The next event, or None: time to look around. Raises ApiError when the engine is gone and nothing that it
+        told is left to read: a complete answer must reach a client that reads slowly."""
+        told = await self._events.get()
+        if told is None and self._events.empty():
+            self._check_engine()
+        return told
+
+    def _take(self, told: tuple[Choice, Event]) -> None:
         choice, event = told
         self._failure = None if choice.outcome is not None else self._failure_of(event)
         if self._failure is not None:
             choice.running = False
             choice.count("error")
-            return None
+            return
         choice.take(event)
-        if choice.outcome is not None and choice.running and choice.settled:
+        if choice.outcome is not None and choice.running and choice.counts == "open":
             # A stop string ended it. The engine's own counts come with its last event, if that comes soon.
-            choice.settled = False
+            choice.counts = "awaited"
             asyncio.get_running_loop().call_later(self._limits.abort_seconds, self._settle, choice)
             self._engine.abort(choice.id)
-        return None
 
     def _settle(self, choice: Choice) -> None:
-        choice.settled = True
+        choice.counts = "given up"
         self._events.put_nowait(None)
 
     def _check_engine(self) -> None:

@@ -1,9 +1,9 @@
 """From the engine's thread to the event loop."""
 
 import asyncio
+import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,7 +16,8 @@ class Mailbox:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
-        self._loop = loop
+        # Weak, or the loop would stay as long as its mailbox, which stays as long as the loop.
+        self._loop = weakref.ref(loop)
         self._posted: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._woken = False
 
@@ -33,8 +34,12 @@ class Mailbox:
         self._posted.append((function, arguments))
         if not self._woken:
             self._woken = True
-            with suppress(RuntimeError):  # the loop is closed: nobody is left to read, and the engine must go on
-                self._loop.call_soon_threadsafe(self._empty)
+            loop = self._loop()
+            try:
+                if loop is not None:
+                    loop.call_soon_threadsafe(self._empty)
+            except RuntimeError:  # the loop is closed: nobody is left to read, and the engine must go on
+                self._posted.clear()
 
     def _empty(self) -> None:
         # Before the first is taken: what is posted from here on is either seen below or wakes the loop again.

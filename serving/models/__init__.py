@@ -5,7 +5,7 @@ from typing import Any
 
 from serving.models.config import field, text_config
 from serving.models.decoder import Decoder, Family
-from vitstripe.checkpoint import Binding, Checkpoint, CheckpointError, bind
+from vitstripe.checkpoint import WRONG_KIND, Binding, Checkpoint, CheckpointError, bind
 
 __all__ = ["Decoder", "bind_decoder", "families", "family_of"]
 
@@ -53,9 +53,15 @@ def bind_decoder(checkpoint: Checkpoint, *, tp: int, dtype) -> Binding:
         at = parts.index("layers") + 1 if "layers" in parts[:-1] else 0
         return at > 0 and parts[at].isdigit() and int(parts[at]) in speculative
 
+    def build():
+        try:
+            return family.build(checkpoint.config, tp, dtype)
+        except WRONG_KIND as error:
+            raise CheckpointError(f"config.json: a field has a value of the wrong kind: {error}") from error
+
     return bind(
         checkpoint,
-        lambda: family.build(checkpoint.config, tp, dtype),
+        build,
         name="text",
         disk_names=family.disk_names,
         owns=family.owns,

@@ -122,8 +122,15 @@ def test_an_embedded_model_that_is_not_there_is_told_with_what_would_do(monkeypa
     with pytest.raises(cli.UsageError) as caught:
         cli.model_folder(name)
     assert f"the embedded model {name!r} is not in this copy" in str(caught.value)
-    assert f"scripts/train_miniature {name}" in str(caught.value)
-    assert "demo" in str(caught.value)
+    assert "digits" in str(caught.value)
+
+
+def test_a_folder_of_an_embedded_models_name_is_pointed_out(monkeypatch, tmp_path, caplog):
+    (tmp_path / "digits").mkdir()
+    (tmp_path / "digits" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    assert cli.model_folder("digits") == cli.DIGITS_FOLDER
+    assert "write ./digits for the folder of that name" in caplog.text
 
 
 def test_the_page_is_off_unless_it_is_asked_for(tmp_path):

@@ -1,8 +1,10 @@
 """What the engine's thread tells reaches the event loop in order, with few wake-ups."""
 
 import asyncio
+import gc
 import threading
 
+from serving.api import mailbox
 from serving.api.mailbox import Mailbox
 
 
@@ -47,3 +49,15 @@ def test_a_loop_that_is_closed_does_not_disturb_who_posts():
         return Mailbox.of_running_loop()
 
     asyncio.run(make()).post(print, "nobody reads this")
+
+
+def test_a_loop_that_is_over_is_forgotten():
+    async def make() -> None:
+        Mailbox.of_running_loop().post(print)
+
+    gc.collect()
+    before = len(mailbox._mailboxes)
+    for _ in range(3):
+        asyncio.run(make())
+    gc.collect()
+    assert len(mailbox._mailboxes) <= before

@@ -6,7 +6,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from serving.config import EngineConfig
 from serving.load import load_engine
@@ -16,7 +20,7 @@ from tests.helpers import GOLDENS
 from vitbatch import CompileGuard, EncoderConfig
 from vitbatch.checkpoint import bind_tower
 from vitstripe import make_mesh
-from vitstripe.checkpoint import Checkpoint, CheckpointError
+from vitstripe.checkpoint import Checkpoint, CheckpointError, load
 
 
 def broken(tmp_path: Path, golden: str, path: str, value: Any) -> Checkpoint:
@@ -94,3 +98,21 @@ def test_flags_that_a_model_cannot_take_are_told_before_anything_is_loaded(golde
             stage=stage,
         )
     assert not begun
+
+
+def test_taps_stored_with_their_axes_of_length_one_elsewhere_load_the_same(tmp_path):
+    """As some exports write a depthwise convolution: [F, L, 1] for [F, 1, L]."""
+    golden = GOLDENS / "qwen3_5_moe_text"
+    tensors = load_file(golden / "model.safetensors")
+    moved = {n: np.ascontiguousarray(t.transpose(0, 2, 1)) if "conv1d" in n else t for n, t in tensors.items()}
+    assert any(moved[name].shape != tensors[name].shape for name in moved)
+    save_file(moved, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((golden / "config.json").read_text())
+    states = []
+    for folder in (golden, tmp_path):
+        checkpoint = Checkpoint(folder)
+        binding = bind_decoder(checkpoint, tp=1, dtype=jnp.float32)
+        assert not binding.problems
+        states.append(jax.tree.leaves(load(checkpoint, binding, make_mesh(1))))
+    for got, want in zip(*states, strict=True):
+        np.testing.assert_array_equal(got, want)

@@ -48,7 +48,7 @@ def test_the_licence_is_apache_2_in_text_and_metadata():
 
 
 def test_the_extras_are_the_documented_ones():
-    assert set(EXTRAS) == {"rocm7", "rocm10", "cuda", "goldens", "plots", "isa", "eval", "aot", "dev"}
+    assert set(EXTRAS) == {"rocm7", "rocm10", "cuda", "goldens", "plots", "isa", "eval", "aot", "train", "dev"}
 
 
 def test_the_rocm_extras_stay_at_versions_that_have_plugins():

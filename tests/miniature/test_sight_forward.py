@@ -143,6 +143,7 @@ def batch(sight, rows):
     return packer.batch
 
 
+@pytest.mark.slow
 def test_every_question_of_a_row_gets_the_logits_that_the_server_computes(weights, params, rows, batch, served):
     def forward(params, batch):
         modules = weights.modules(params)
@@ -155,6 +156,7 @@ def test_every_question_of_a_row_gets_the_logits_that_the_server_computes(weight
             assert relative_error(logits[r][own], served.logits(row, number)) < 2e-5, (r, number)
 
 
+@pytest.mark.slow
 def test_an_answer_counts_as_right_exactly_when_the_server_decodes_it(sight, weights, params, rows, batch, served):
     """Question 2 of row 0 has six answer tokens. They are replaced by what the server says, and by that but for one."""
     own = np.flatnonzero((batch["slot"][0] == 2) & (batch["targets"][0] >= 0))

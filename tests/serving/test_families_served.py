@@ -34,7 +34,9 @@ def post(app, bodies):
 
 
 @pytest.mark.multidevice
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "glm4v", "glm46v", "glm_ocr"])
+@pytest.mark.parametrize(
+    "family", ["qwen2_5_vl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("glm4v", "glm46v")), "glm_ocr"]
+)
 def test_images_sent_together_are_answered_as_alone_and_nothing_compiles(goldens, family):
     folder, guard, metrics = goldens / family, CompileGuard(), Metrics()
     tokenizer = Tokenizer.from_checkpoint(folder)

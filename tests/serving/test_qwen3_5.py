@@ -68,7 +68,7 @@ def test_a_chunk_edge_may_fall_inside_an_image(prompt, cuts):
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("tp", [1, 2, 3])
+@pytest.mark.parametrize("tp", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_long_text_of_a_mixture_matches_transformers(mixture, long_text, tp):
     """150 tokens, thirty of them the same. A mesh of 3 cuts value heads and not key heads."""
     driver = mixture(tp)

@@ -33,7 +33,7 @@ def lowered(program) -> str:
     return program.fn.trace(*program.args).lower(lowering_platforms=("rocm",)).as_text()
 
 
-@pytest.mark.parametrize("tp", [1, 2, 8])
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize(
     ("family", "pool"), [("qwen3_vl", (48, 192)), ("glm_moe_dsa", (0, 0)), ("glm5_next", (48, 64))]
 )
@@ -64,7 +64,7 @@ def test_passes_of_a_decoder_with_grouped_queries_hold_its_attention_kernels_and
     assert {name: kernels_in(lowered(programs[name])) for name in kernels} == kernels
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_passes_of_a_decoder_with_hyper_connections_normalise_in_a_kernel(goldens, tp):
     programs = {p.name: p for p in language_model(goldens / "glm5_next", tp, (48, 64)).programs()}
     for name in (f"extend/64/{'striped' if tp > 1 else 'replicated'}", "decode/4"):

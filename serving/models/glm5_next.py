@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from flax import nnx
-from jaxtyping import Array, Float, Int
 
 from dsa_indexer import IndexerConfig, PooledIndexer
 from serving.models.config import field, positive, refuse, sparse_layers, text_config
-from serving.models.decoder import CacheArray, Family, Selection
+from serving.models.decoder import Family, Selection
 from serving.models.hyper_connections import HyperConfig, HyperConnection, collapse, join, spread
 from serving.models.kda import KdaConfig, KimiDeltaAttention
 from serving.models.latent_attention import LatentAttention, LatentConfig
-from serving.models.layers import Embedding, SwiGLU, logits_of
+from serving.models.layers import Embedding, SwiGLU
 from serving.models.moe import MoE, MoEConfig, swiglu_limit
 from serving.models.shards import Shards
+from serving.models.trunk import Trunk, names_beside_a_tower
 from vitstripe.checkpoint import CheckpointError
-from vitstripe.nn import Linear, RMSNorm, traced_once
+from vitstripe.nn import RMSNorm, traced_once
 
 _LINEAR, _SPARSE = "linear_attention", ("indexed_attention", "full_attention", "deepseek_sparse_attention")
 
@@ -178,10 +178,8 @@ class Model(nnx.Module):
         self.norm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
 
 
-class Glm5NextDecoder(nnx.Module):
+class Glm5NextDecoder(Trunk):
     """See serving.models.decoder.Decoder."""
-
-    num_deepstack = 0
 
     def __init__(self, c: Glm5NextConfig, *, dtype, tp: int):
         shards = Shards.of(
@@ -194,18 +192,8 @@ class Glm5NextDecoder(nnx.Module):
             experts=c.moe.experts,
             expert_width=c.moe.width,
         )
-        self.model = Model(c, dtype=dtype, shards=shards)
-        self.lm_head = (
-            None if c.tied else Linear(c.hidden_size, c.vocab_size, dtype=dtype, tp="out" if shards.vocab else None)
-        )
-        self.config, self.shards = c, shards
-        self.hidden_size, self.vocab_size, self.indexer = c.hidden_size, c.vocab_size, c.indexer
-
-    def caches(self) -> list[dict[str, CacheArray]]:
-        return [layer.self_attn.caches() for layer in self.model.layers]
-
-    def embed(self, ids: Int[Array, " T"]) -> Float[Array, "T D"]:
-        return self.model.embed_tokens(ids)
+        super().__init__(Model(c, dtype=dtype, shards=shards), c, dtype=dtype, shards=shards)
+        self.indexer = c.indexer
 
     def forward(self, hidden, deepstack, caches, step, selection: Selection):
         c, last = self.config, None
@@ -221,29 +209,10 @@ class Glm5NextDecoder(nnx.Module):
                 selections.append(selected)
         return collapse(h), new_caches, selections
 
-    def logits(self, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
-        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return logits_of(self.model.norm(hidden), head.weight[...], self.shards)
-
-    def collectives(self, *, embeds: bool, selection: Selection) -> dict[str, int]:
-        s, c = self.shards, self.config
-        striped = len(c.indexer.full_layers) if selection.stripe_rows is not None else 0
-        counts = {
-            "all_reduce": s.all_reduces(c.num_layers, sum(c.sparse_mlp))
-            + int(embeds and s.vocab)
-            + striped * (selection.merge == "pmax"),
-            "all_gather": int(s.vocab) + striped * (selection.merge == "all_gather"),
-        }
-        return {name: n for name, n in counts.items() if n}
-
 
 def _disk_names(path: str) -> Sequence[str]:
     # A site's parameters stand beside the layer's modules: `hc_attn_fn` for the path hc_attn.fn.
-    path = path.replace(".hc_attn.", ".hc_attn_").replace(".hc_ffn.", ".hc_ffn_")
-    if not path.startswith("model."):
-        return (path,)
-    rest = path.removeprefix("model.")
-    return (f"model.language_model.{rest}", f"language_model.model.{rest}", f"model.{rest}")
+    return names_beside_a_tower(path.replace(".hc_attn.", ".hc_attn_").replace(".hc_ffn.", ".hc_ffn_"))
 
 
 FAMILY = Family(

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from flax import nnx
-from jaxtyping import Array, Float, Int
 
 from dsa_indexer import Indexer, IndexerConfig, inverse_frequencies, rope_tables
 from serving.models.config import field, positive, refuse, sparse_layers
-from serving.models.decoder import CacheArray, Family, Selection
+from serving.models.decoder import Family, Selection
 from serving.models.latent_attention import LatentAttention, LatentConfig
-from serving.models.layers import Embedding, SwiGLU, logits_of
+from serving.models.layers import Embedding, SwiGLU
 from serving.models.moe import MoE, MoEConfig
 from serving.models.shards import Shards
 from serving.models.step import Step
+from serving.models.trunk import Trunk
 from vitstripe.checkpoint import CheckpointError
-from vitstripe.nn import Linear, RMSNorm, traced_once
+from vitstripe.nn import RMSNorm, traced_once
 
 
 @dataclass(frozen=True)
@@ -132,10 +132,8 @@ class Model(nnx.Module):
         self.norm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
 
 
-class GlmMoeDsaDecoder(nnx.Module):
+class GlmMoeDsaDecoder(Trunk):
     """See serving.models.decoder.Decoder."""
-
-    num_deepstack = 0
 
     def __init__(self, c: GlmMoeDsaConfig, *, dtype, tp: int):
         shards = Shards.of(
@@ -147,18 +145,8 @@ class GlmMoeDsaDecoder(nnx.Module):
             experts=c.moe.experts,
             expert_width=c.moe.width,
         )
-        self.model = Model(c, dtype=dtype, shards=shards)
-        self.lm_head = (
-            None if c.tied else Linear(c.hidden_size, c.vocab_size, dtype=dtype, tp="out" if shards.vocab else None)
-        )
-        self.config, self.shards = c, shards
-        self.hidden_size, self.vocab_size, self.indexer = c.hidden_size, c.vocab_size, c.indexer
-
-    def caches(self) -> list[dict[str, CacheArray]]:
-        return [layer.self_attn.caches() for layer in self.model.layers]
-
-    def embed(self, ids: Int[Array, " T"]) -> Float[Array, "T D"]:
-        return self.model.embed_tokens(ids)
+        super().__init__(Model(c, dtype=dtype, shards=shards), c, dtype=dtype, shards=shards)
+        self.indexer = c.indexer
 
     def forward(self, hidden, deepstack, caches, step: Step, selection: Selection):
         c = self.config
@@ -173,22 +161,6 @@ class GlmMoeDsaDecoder(nnx.Module):
             if i in c.indexer.full_layers:
                 selections.append(selected)
         return h, new_caches, selections
-
-    def logits(self, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
-        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return logits_of(self.model.norm(hidden), head.weight[...], self.shards)
-
-    def collectives(self, *, embeds: bool, selection: Selection) -> dict[str, int]:
-        s, c = self.shards, self.config
-        full = len(c.indexer.full_layers)
-        striped = full if selection.stripe_rows is not None else 0
-        counts = {
-            "all_reduce": s.all_reduces(c.num_layers, sum(c.sparse_mlp))
-            + int(embeds and s.vocab)
-            + striped * (selection.merge == "pmax"),
-            "all_gather": int(s.vocab) + striped * (selection.merge == "all_gather"),
-        }
-        return {name: n for name, n in counts.items() if n}
 
 
 FAMILY = Family(

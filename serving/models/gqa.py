@@ -2,7 +2,7 @@
 else: Qwen3-VL, Qwen2.5-VL, GLM-4V and GLM-OCR differ in what `GqaConfig` says."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,12 @@ from jaxtyping import Array, Float, Int
 from dsa_indexer import inverse_frequencies
 from serving.models.config import field, positive, refuse, rope_settings, text_config
 from serving.models.decoder import CacheArray, Family, Selection
-from serving.models.layers import Embedding, SwiGLU, logits_of, mrope_tables, store_rows
+from serving.models.layers import Embedding, SwiGLU, mrope_tables, store_rows
 from serving.models.moe import MoE, MoEConfig
 from serving.models.paged_attention import paged_attention
 from serving.models.shards import Shards, local_heads
 from serving.models.step import Step
+from serving.models.trunk import Trunk, names_beside_a_tower
 from vitstripe.checkpoint import CheckpointError
 from vitstripe.nn import Linear, RMSNorm, rotate_half, rotate_pairs, traced_once
 from vitstripe.platform import Platform
@@ -239,10 +240,8 @@ class Model(nnx.Module):
         self.norm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
 
 
-class GqaDecoder(nnx.Module):
+class GqaDecoder(Trunk):
     """See serving.models.decoder.Decoder."""
-
-    indexer = None
 
     def __init__(self, c: GqaConfig, *, dtype, tp: int):
         # Of a mixture in every layer the dense width is not used.
@@ -257,18 +256,8 @@ class GqaDecoder(nnx.Module):
             experts=0 if c.moe is None else c.moe.experts,
             expert_width=0 if c.moe is None else c.moe.width,
         )
-        self.model = Model(c, dtype=dtype, shards=shards)
-        self.lm_head = (
-            None if c.tied else Linear(c.hidden_size, c.vocab_size, dtype=dtype, tp="out" if shards.vocab else None)
-        )
-        self.config, self.shards = c, shards
-        self.hidden_size, self.vocab_size, self.num_deepstack = c.hidden_size, c.vocab_size, c.num_deepstack
-
-    def caches(self) -> list[dict[str, CacheArray]]:
-        return [layer.self_attn.caches() for layer in self.model.layers]
-
-    def embed(self, ids: Int[Array, " T"]) -> Float[Array, "T D"]:
-        return self.model.embed_tokens(ids)
+        super().__init__(Model(c, dtype=dtype, shards=shards), c, dtype=dtype, shards=shards)
+        self.num_deepstack = c.num_deepstack
 
     def forward(self, hidden, deepstack, caches, step: Step, selection: Selection):
         c = self.config
@@ -283,31 +272,12 @@ class GqaDecoder(nnx.Module):
                 h = h + deepstack[i]
         return h, new_caches, []
 
-    def logits(self, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
-        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return logits_of(self.model.norm(hidden), head.weight[...], self.shards)
-
-    def collectives(self, *, embeds: bool, selection: Selection) -> dict[str, int]:
-        s, c = self.shards, self.config
-        counts = {
-            "all_reduce": s.all_reduces(c.num_layers, sum(c.sparse_mlp)) + int(embeds and s.vocab),
-            "all_gather": int(s.vocab),
-        }
-        return {name: n for name, n in counts.items() if n}
-
-
-def _disk_names(path: str) -> Sequence[str]:
-    if not path.startswith("model."):
-        return (path,)
-    rest = path.removeprefix("model.")
-    return (f"model.language_model.{rest}", f"language_model.model.{rest}", f"model.{rest}")
-
 
 def family(read: Callable[[Mapping[str, Any]], GqaConfig]) -> Family:
     """The family whose config.json `read` reads: a decoder beside a tower under `visual.`, with M-RoPE."""
     return Family(
         build=lambda config, tp, dtype: GqaDecoder(read(config), dtype=dtype, tp=tp),
-        disk_names=_disk_names,
+        disk_names=names_beside_a_tower,
         owns=lambda tensor: "visual." not in tensor,
         ignore=lambda tensor: tensor.endswith("rotary_emb.inv_freq"),
         image_token=lambda config: config.get("image_token_id"),

@@ -1,26 +1,27 @@
 """The Qwen3.5 text decoder (Qwen3.5, 3.6, 3.8; dense and mixture of experts): gated delta nets and, at every fourth
 layer, grouped-query attention with partial interleaved M-RoPE and a sigmoid gate on its output."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from dsa_indexer import inverse_frequencies
 from serving.models.config import field, positive, refuse, rope_settings, text_config
 from serving.models.decoder import CacheArray, Family, Selection
 from serving.models.gated_delta_net import DeltaNetConfig, GatedDeltaNet
 from serving.models.gqa import AttentionConfig, GroupedQueryAttention
-from serving.models.layers import Embedding, SwiGLU, logits_of, mrope_tables
+from serving.models.layers import Embedding, SwiGLU, mrope_tables
 from serving.models.moe import MoE, MoEConfig
 from serving.models.shards import Shards
 from serving.models.step import Step
+from serving.models.trunk import Trunk, names_beside_a_tower
 from vitstripe.checkpoint import CheckpointError
-from vitstripe.nn import Linear, param, traced_once
+from vitstripe.nn import param, traced_once
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -155,11 +156,10 @@ class Model(nnx.Module):
         self.norm = OffsetRMSNorm(c.hidden_size, eps=c.rms_norm_eps)
 
 
-class Qwen35Decoder(nnx.Module):
+class Qwen35Decoder(Trunk):
     """See serving.models.decoder.Decoder."""
 
     indexer = None
-    num_deepstack = 0
 
     def __init__(self, c: Qwen35Config, *, dtype, tp: int):
         shards = Shards.of(
@@ -171,18 +171,10 @@ class Qwen35Decoder(nnx.Module):
             experts=0 if c.moe is None else c.moe.experts,
             expert_width=0 if c.moe is None else c.moe.width,
         )
-        self.model = Model(c, dtype=dtype, shards=shards)
-        self.lm_head = (
-            None if c.tied else Linear(c.hidden_size, c.vocab_size, dtype=dtype, tp="out" if shards.vocab else None)
-        )
-        self.config, self.shards = c, shards
-        self.hidden_size, self.vocab_size = c.hidden_size, c.vocab_size
+        super().__init__(Model(c, dtype=dtype, shards=shards), c, dtype=dtype, shards=shards)
 
     def caches(self) -> list[dict[str, CacheArray]]:
         return [layer.caches() for layer in self.model.layers]
-
-    def embed(self, ids: Int[Array, " T"]) -> Float[Array, "T D"]:
-        return self.model.embed_tokens(ids)
 
     def forward(self, hidden, deepstack, caches, step: Step, selection: Selection):
         c = self.config
@@ -194,30 +186,14 @@ class Qwen35Decoder(nnx.Module):
             new_caches.append(cache)
         return h, new_caches, []
 
-    def logits(self, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
-        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return logits_of(self.model.norm(hidden), head.weight[...], self.shards)
-
-    def collectives(self, *, embeds: bool, selection: Selection) -> dict[str, int]:
-        s, layers = self.shards, list(self.model.layers)
-        mixers = sum(s.heads if layer.linear_attn is None else layer.linear_attn.cut for layer in layers)
-        counts = {
-            "all_reduce": mixers + sum(layer.mlp.cut for layer in layers) + int(embeds and s.vocab),
-            "all_gather": int(s.vocab),
-        }
-        return {name: int(n) for name, n in counts.items() if n}
-
-
-def _disk_names(path: str) -> Sequence[str]:
-    if not path.startswith("model."):
-        return (path,)
-    rest = path.removeprefix("model.")
-    return (f"model.language_model.{rest}", f"language_model.model.{rest}", f"model.{rest}")
+    def layer_sums(self) -> int:
+        mixers = (self.shards.heads if x.linear_attn is None else x.linear_attn.cut for x in self.model.layers)
+        return sum(map(int, mixers)) + sum(int(layer.mlp.cut) for layer in self.model.layers)
 
 
 FAMILY = Family(
     build=lambda config, tp, dtype: Qwen35Decoder(Qwen35Config.from_hf(config), dtype=dtype, tp=tp),
-    disk_names=_disk_names,
+    disk_names=names_beside_a_tower,
     owns=lambda tensor: "visual." not in tensor,
     ignore=lambda tensor: tensor.endswith("rotary_emb.inv_freq"),
     image_token=lambda config: config.get("image_token_id"),

@@ -32,7 +32,10 @@ class Question:
 def sight_questions(folder: Path, count: int, seed: int) -> list[Question]:
     """Pictures that no training draws, of several sizes in turn, each asked one question. folder: the model's, whose
     processor decides what it sees of a picture."""
-    read = lambda name: json.loads((folder / name).read_text(encoding="utf-8"))  # noqa: E731
+
+    def read(name: str):
+        return json.loads((folder / name).read_text(encoding="utf-8"))
+
     plan = VisionPlan(read("config.json"), read("preprocessor_config.json"))
     layouts = [Layout(1, n, plan.patches(high, high), 240, sides=(low, high)) for (low, high), n in _PICTURES]
     found: list[Question] = []

@@ -71,7 +71,10 @@ class Writer:
 
     def __init__(self):
         self.tokenizer = build_tokenizer()
-        encode = lambda text: self.tokenizer.encode(text, add_special_tokens=False).ids  # noqa: E731
+
+        def encode(text: str) -> Tokens:
+            return self.tokenizer.encode(text, add_special_tokens=False).ids
+
         self.encode = encode
         self.end, self.user, self.assistant = (encode(token)[0] for token in (END, USER, ASSISTANT))
         self.newline, self.space, self.hyphen = encode("\n")[0], encode(" ")[0], encode("-")[0]

@@ -103,6 +103,11 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError:
         print(f"error: --tp {args.tp}: write numbers of devices, such as 1,2", file=sys.stderr)
         return 2
+    try:
+        models = folders(args.model)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     with tempfile.TemporaryDirectory() as scratch:
         # The same programs are made in many settings, and by the server that is started.
         os.environ["JAX_COMPILATION_CACHE_DIR"] = args.compilation_cache or f"{scratch}/compiled"
@@ -116,8 +121,8 @@ def main(argv: list[str] | None = None) -> int:
 
         jax.config.update("jax_num_cpu_devices", max(tps))
         console = Console(stderr=args.json == "-", highlight=False, width=None if sys.stdout.isatty() else 200)
+        rows = []
         try:
-            models, rows = folders(args.model), []
             for row in compared(args, models, tps, Path(scratch)):
                 rows.append(row)
                 seconds = time.perf_counter() - began

@@ -1,14 +1,14 @@
 """Attention in tiny lanes, in plain XLA: an image of at most 64 patches is one padded square of scores.
 
 Images stand at multiples of 4 patches, so that next to nothing of the lane is padding. For attention alone each is
-copied to 64 rows of its own, from its first patch on; so its rows depend on nothing outside it and come out the same
+copied to rows of its own, from its first patch on; so its rows depend on nothing outside it and come out the same
 wherever it lies in the lane:
 
     lane      | a a a a a | b b | c c c ...        copied   | a a a a a . . . |
                                                             | b b . . . . . . |
                                                             | c c c . . . . . |
 
-The planner gives an image at least 16 patches of the lane, so that a lane of C patches has C / 16 of them at most.
+A loop over the images that there are takes squares of 16, 40 or 64 patches, the least that holds an image, in turn.
 """
 
 import jax.numpy as jnp
@@ -16,8 +16,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from vitbatch.attention.blocks import NO_SCORE
-from vitbatch.config import ATTENTION_BLOCK, TINY_BLOCK, TINY_ROOM
+from vitbatch.config import ATTENTION_BLOCK, TINY_BLOCK, room
 from vitbatch.lanes import Segments
+
+# Two squares of the least cost much less than one of the largest, and each more is a loop of its own to compile.
+SQUARES = (16, 40, ATTENTION_BLOCK)
 
 
 def attend_tiny(
@@ -32,22 +35,16 @@ def attend_tiny(
     """Attention within each image of a tiny lane, or within each of its windows, in q's dtype; softmax and accumulation
     in float32; rows outside any image are 0.
 
-    windows: an id a patch, or None. chunk: images computed at a time, and then no more than there are; None for all
-    places at once, without a loop.
+    windows: an id a patch, or None. chunk: images of 64 patches computed at a time (of smaller ones as many as have as
+    many rows), and then no more than there are; None for squares of 64 for all places at once, without a loop.
     """
     C, H, D = q.shape
     block = jnp.arange(segments.first.shape[0], dtype=jnp.int32)
-    begins = (segments.first == block) & (segments.end > 0)
-    places = C // TINY_ROOM
-    first = jnp.nonzero(begins, size=places, fill_value=0)[0].astype(jnp.int32)
-    count = begins.sum(dtype=jnp.int32)
-    start = first * TINY_BLOCK
-    end = jnp.where(jnp.arange(places, dtype=jnp.int32) < count, segments.end[first], 0)
-    offset = jnp.arange(ATTENTION_BLOCK, dtype=jnp.int32)
+    length = jnp.where(segments.first == block, segments.end - block * TINY_BLOCK, 0)
 
-    def attend(start, end) -> Float[Array, "n 64 H D"]:
-        rows = jnp.minimum(start[:, None] + offset, C - 1)
-        inside = start[:, None] + offset < end[:, None]
+    def attend(start, end, side) -> Float[Array, "n side H D"]:
+        offset = start[:, None] + jnp.arange(side, dtype=jnp.int32)
+        rows, inside = jnp.minimum(offset, C - 1), offset < end[:, None]
 
         def read(x):
             # Zeros past the image: whatever lies there, a NaN say, must not meet the weights.
@@ -65,20 +62,33 @@ def attend_tiny(
         # A row that saw no key has total 0 and must give 0, not NaN.
         return (out / jnp.where(total > 0, total, 1.0)).astype(q.dtype)
 
-    if chunk is None or chunk >= places:
-        found = attend(start, end)
-    else:
-        groups = -(-places // chunk)
-        start, end = (jnp.pad(x, (0, groups * chunk - places)) for x in (start, end))
+    # What is found lies image by image, those of one square after those of another; `place`: where an image begins.
+    found, place, least = [], jnp.zeros_like(block), 1
+    for side in (ATTENTION_BLOCK,) if chunk is None else SQUARES:
+        mine = (length >= least) & (length <= side)
+        count = mine.sum(dtype=jnp.int32)
+        places = C // room(least, TINY_BLOCK)  # of images as small as these
+        group = min(places, places if chunk is None else chunk * ATTENTION_BLOCK // side)
+        padded = -(-places // group) * group
+        first = jnp.nonzero(mine, size=padded, fill_value=0)[0].astype(jnp.int32)
+        start = first * TINY_BLOCK
+        end = jnp.where(jnp.arange(padded) < count, segments.end[first], 0)
+        before = sum(part.shape[0] for part in found)
+        place = jnp.where(mine, before + (jnp.cumsum(mine) - 1) * side, place)
+        if group == padded:
+            part = attend(start, end, side)
+        else:
 
-        def step(i, found):
-            some = (lax.dynamic_slice_in_dim(x, i * chunk, chunk) for x in (start, end))
-            return lax.dynamic_update_slice_in_dim(found, attend(*some), i * chunk, 0)
+            def step(i, part, start=start, end=end, side=side, group=group):
+                some = (lax.dynamic_slice_in_dim(x, i * group, group) for x in (start, end))
+                return lax.dynamic_update_slice_in_dim(part, attend(*some, side), i * group, 0)
 
-        empty = jnp.zeros((groups * chunk, ATTENTION_BLOCK, H, D), q.dtype)
-        found = lax.fori_loop(0, -(-count // chunk), step, empty)
-    place = jnp.repeat(jnp.cumsum(begins) - 1, TINY_BLOCK, total_repeat_length=C)
-    row = jnp.arange(C, dtype=jnp.int32) - jnp.repeat(segments.first * TINY_BLOCK, TINY_BLOCK, total_repeat_length=C)
+            empty = jnp.zeros((padded, side, H, D), q.dtype)
+            part = lax.fori_loop(0, -(-count // group), step, empty)
+        found.append(part.reshape(padded * side, H, D))
+        least = side + 1
+    first = jnp.repeat(segments.first, TINY_BLOCK, total_repeat_length=C)
     real = jnp.arange(C) < jnp.repeat(segments.end, TINY_BLOCK, total_repeat_length=C)
-    picked = found.at[jnp.maximum(place, 0), jnp.minimum(row, ATTENTION_BLOCK - 1)].get(mode="promise_in_bounds")
+    row = jnp.where(real, place[first] + jnp.arange(C) - first * TINY_BLOCK, 0)
+    picked = jnp.concatenate(found).at[row].get(mode="promise_in_bounds")
     return jnp.where(real[:, None, None], picked, 0)

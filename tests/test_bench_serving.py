@@ -127,3 +127,18 @@ def test_a_whole_run_on_a_tiny_model_loses_nothing(tmp_path):
     assert [run["batching"] for run in found["bursts"]] == ["always", "never"]
     assert all(run["first"]["prompt_tokens"] == 96 for run in found["bursts"])
     assert found["passes"]["decode"]["seconds"] > 0
+
+
+@pytest.mark.slow
+def test_the_engine_s_calls_are_timed_in_each_way(tmp_path):
+    command = [sys.executable, "-m", "scripts.lib.bench_engine", "--shape", "tiny", "--running", "3", "--tokens", "24"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    command += ["--json", str(tmp_path / "found.json")]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    ways = json.loads((tmp_path / "found.json").read_text())["ways"]
+    assert len({way["way"] for way in ways}) == 4
+    for way in ways:
+        assert set(way["calls"]) == {"decode/3", "greedy/3", "feed/3", "keep/3"}
+        assert 0 < sum(way["calls"].values()) < way["step"]
+        assert (way["placing"] > 0) == way["way"].startswith("put first")

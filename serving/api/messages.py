@@ -172,6 +172,9 @@ def _parts(content: list[Any], where: str, limits: Limits) -> Iterator[Part]:
                 yield TextPart(fields.text("text") or "")
             case "image_url" | "input_image":
                 yield ImagePart(image_source(_image_uri(fields), param, limits), param)
+            case "video" | "video_url" | "input_video" as video:
+                text = f"{param}.type is {video}: this server takes no videos; send single frames as image_url parts"
+                raise invalid(text, f"{param}.type")
             case _:
                 raise invalid(f"{param}.type must be text, image_url or input_image", f"{param}.type")
 

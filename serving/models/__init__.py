@@ -41,7 +41,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 
 def bind_decoder(checkpoint: Checkpoint, *, tp: int, dtype) -> Binding:
-    """Builds the decoder abstractly for `tp` devices and finds its tensors; reads nothing."""
+    """Builds the decoder abstractly for `tp` devices and finds its tensors; reads nothing. Raises CheckpointError for
+    what the family does not load; tensors that are missing or unknown are the binding's problems."""
     family = family_of(checkpoint.config)
     text = text_config(checkpoint.config)
     layers = field(text, "num_hidden_layers")
@@ -59,6 +60,9 @@ def bind_decoder(checkpoint: Checkpoint, *, tp: int, dtype) -> Binding:
         except WRONG_KIND as error:
             raise CheckpointError(f"config.json: a field has a value of the wrong kind: {error}") from error
 
+    for tensor in checkpoint.tensors:
+        if text := family.why_not(tensor):
+            raise CheckpointError(f"{checkpoint.folder}: {text}")
     return bind(
         checkpoint,
         build,

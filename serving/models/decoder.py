@@ -104,6 +104,7 @@ class Family:
 
     build(config.json, tp, dtype) -> module. disk_names(parameter path) -> tensor names to try.
     owns / ignore: see vitstripe.checkpoint.bind. image_token: config.json -> id of the image placeholder, or None.
+    why_not: of a tensor of the file, why a checkpoint that has it is not loaded, or None.
     """
 
     build: Callable[[Mapping[str, Any], int, Any], Any]
@@ -112,3 +113,4 @@ class Family:
     ignore: Callable[[str], bool]
     image_token: Callable[[Mapping[str, Any]], int | None]
     uses_mrope: bool
+    why_not: Callable[[str], str | None] = lambda tensor: None

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from dsa_indexer import inverse_frequencies
 from serving.models.config import field, positive, refuse, rope_settings, text_config
 from serving.models.decoder import CacheArray, Family, Selection
-from serving.models.gated_delta_net import DeltaNetConfig, GatedDeltaNet
+from serving.models.gated_delta_net import DeltaNetConfig, GatedDeltaNet, why_not
 from serving.models.gqa import AttentionConfig, GroupedQueryAttention
 from serving.models.layers import Embedding, SwiGLU, mrope_tables
 from serving.models.moe import MoE, MoEConfig
@@ -198,4 +198,5 @@ FAMILY = Family(
     ignore=lambda tensor: tensor.endswith("rotary_emb.inv_freq"),
     image_token=lambda config: config.get("image_token_id"),
     uses_mrope=True,
+    why_not=why_not,
 )

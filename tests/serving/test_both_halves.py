@@ -30,10 +30,14 @@ SMALL = EngineConfig(
 
 
 class Server:
-    def __init__(self, config: EngineConfig, images: EncoderConfig):
+    """text: fields of the decoder's configuration, replaced."""
+
+    def __init__(self, config: EngineConfig, images: EncoderConfig, **text):
         self.metrics, self.guard = Metrics(), CompileGuard()
+        checkpoint = Checkpoint(FOLDER)
+        checkpoint.config["text_config"] |= text
         self.engine = load_engine(
-            Checkpoint(FOLDER),
+            checkpoint,
             make_mesh(config.tp),
             config,
             images,
@@ -157,19 +161,37 @@ def test_requests_that_were_preempted_answer_as_alone(small):
     assert small.engine._scheduler.preemptions > before
 
 
+POOLS = 512
+"""What the released model selects: 2048 tokens in pools of 4."""
+LONG = EngineConfig(max_model_len=8192, max_seqs=72, prefill_tokens=512, max_queue=72, stripe_rows=16)
+LONG_IMAGES = EncoderConfig(ladder=BucketLadder((256, 1024)), pool_tokens=2048, batching="always")
+
+
+def long_requests(server: Server):
+    return [text_prompt(i, 8000 + 40 * i) for i in range(4)] + [image_prompt(server, i) for i in range(64)]
+
+
+@pytest.fixture(scope="module")
+def alone_on_one_device():
+    solo = Server(LONG, LONG_IMAGES, index_topk=4 * POOLS)
+    answers = [solo.ask(f"a{i}", *request).result(600) for i, request in enumerate(long_requests(solo))]
+    solo.close()
+    return answers
+
+
 @pytest.mark.slow
 @pytest.mark.multidevice
-def test_64_images_beside_prompts_of_8k_tokens_on_any_mesh():
-    config = EngineConfig(max_model_len=8192, max_seqs=72, prefill_tokens=512, max_queue=72, stripe_rows=16)
-    images = EncoderConfig(ladder=BucketLadder((256, 1024)), pool_tokens=2048, batching="always")
-    solo = Server(config, images)
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_64_images_beside_prompts_of_8k_tokens(alone_on_one_device, tp):
+    server = Server(replace(LONG, tp=tp), LONG_IMAGES, index_topk=4 * POOLS)
+    assert server.runner.lm.decoder.indexer.selected == POOLS
+    check_burst(server, alone_on_one_device, long_requests(server), images=64, long=32000)
 
-    def requests(server):
-        return [text_prompt(i, 8000 + 40 * i) for i in range(4)] + [image_prompt(server, i) for i in range(64)]
+    def chooses(chunks):
+        return any(c.seq.images for c in chunks) and any(c.start >= 2 * 4 * POOLS for c in chunks)
 
-    alone = [solo.ask(f"a{i}", *request).result(600) for i, request in enumerate(requests(solo))]
-    solo.close()
-    for tp in (2, 4, 8):
-        server = Server(replace(config, tp=tp), images)
-        check_burst(server, alone, requests(server), images=64, long=32000)
-        server.close()
+    choosing = [how.stripe_rows for chunks, how in server.passes if chooses(chunks)]
+    assert choosing, "no image beside a row that has to leave out half of its pools"
+    assert all(choosing), "such a pass was not striped"
+    print(f"{len(choosing)} of {len(server.passes)} passes held images beside rows with {2 * POOLS} pools and more")
+    server.close()

@@ -211,6 +211,27 @@ def test_requests_of_a_prefill_pass_do_not_see_each_other(gates, floor):
     np.testing.assert_array_equal(np.asarray(new)[[1, 3]], states[[1, 3]])
 
 
+@pytest.mark.parametrize(("gates", "floor"), [("channel", FLOOR), ("channel", None), ("head", None)])
+def test_a_prefill_pass_goes_from_chunk_to_chunk_and_not_from_row_to_row(gates, floor):
+    """448 rows are 7 chunks: nothing but the state goes through them, and only 15 substitutions inside a block of 16
+    are one after another besides."""
+    rows, step = request(448, gates), prefill_step([(0, 0, 300), (1, 0, 120)], rows=448)
+    args = [jnp.asarray(x, jnp.float32) for x in (*rows.arrays, np.zeros((SEATS, H, K, V)))]
+    jaxpr = jax.make_jaxpr(lambda *args: delta_rule(*args, step, gate_floor=floor))(*args)
+    assert sorted(loops_of(jaxpr.jaxpr)) == [7, 15]
+
+
+def loops_of(jaxpr):
+    """How often each loop of a program goes round."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in ("scan", "while"):
+            yield equation.params.get("length")
+        for inner in equation.params.values():
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from loops_of(inner)
+
+
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(("gates", "floor"), [("channel", FLOOR), ("head", None)])
 def test_a_decode_pass_advances_its_own_seats_and_no_other(gates, floor, size):

@@ -1,6 +1,8 @@
 """The GLM-5-Next decoder: transformers' logits on its checkpoint, and a plain float64 reference on models that show
 what that checkpoint cannot."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,6 +56,16 @@ def test_programs_hold_exactly_the_declared_collectives(prompt, tp, selection):
         return
     for program in (lm.splice(64), lm.extend(64, selection), lm.decode(3)):
         assert collectives_in(program.lower().as_text()) == dict(program.collectives), program.name
+
+
+def test_pool_numbers_go_over_the_mesh_and_the_tokens_of_pools_do_not(prompt):
+    """16 tokens of 4 a pool: 4 numbers a row are merged, 19 columns are what a row attends to."""
+    gathered = Selection(8, "all_gather")
+    for selection, merge, expected in (Selection(8), "all_reduce", "64x4xi32"), (gathered, "all_gather", "2x32x4xi32"):
+        text = prompt.driver(2).lm.extend(64, selection).lower().as_text()
+        # The result's type stands behind the operation, after the body of a reduction.
+        found = re.findall(rf'"stablehlo.{merge}".*?-> tensor<([^>]+)>', text, re.DOTALL)
+        assert [shape for shape in found if shape.endswith("xi32")] == [expected]
 
 
 # -- what two layers with published epsilons do not show

@@ -5,6 +5,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from serving.config import EngineConfig
+from serving.models import bind_decoder
 from serving.models.qwen3_5 import FULL, LINEAR, Qwen35Config
 from tests.helpers import GOLDENS, relative_error
 from tests.serving.golden_prompt import GoldenPrompt
@@ -135,7 +136,23 @@ def test_a_seat_holds_what_its_bytes_say(mixture):
     assert (state.shape, state.dtype) == ((150, 6, 8, 12), np.float32)
 
 
-# -- config.json
+# -- the checkpoint
+
+
+@pytest.mark.parametrize("fused", ["in_proj_qkvz", "in_proj_ba"])
+def test_projections_as_qwen3_next_fuses_them_are_refused_in_one_line(fused):
+    checkpoint = checkpoint_at(TEXT)
+    checkpoint.tensors[f"model.layers.1.linear_attn.{fused}.weight"] = TEXT / "model.safetensors"
+    with pytest.raises(CheckpointError, match=rf"layers\.1\.linear_attn\.{fused}.* interleaved by key head") as caught:
+        bind_decoder(checkpoint, tp=1, dtype="float32")
+    assert "use a checkpoint with in_proj_qkv" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_qwen3_next_itself_is_refused_by_its_model_type():
+    with pytest.raises(CheckpointError, match="model_type 'qwen3_next' is not supported; known: .*qwen3_5,"):
+        bind_decoder(checkpoint_at(TEXT, model_type="qwen3_next"), tp=1, dtype="float32")
+
 
 
 def test_without_layer_types_every_fourth_layer_is_full_attention():

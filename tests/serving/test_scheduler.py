@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -299,8 +300,9 @@ def test_the_planning_benchmark_runs():
 STATEFUL = EngineConfig(max_model_len=1200, page_size=8, max_seqs=3, prefill_tokens=400)
 
 
-def stateful(*seqs, pages=500):
-    return scheduler_of(*seqs, pages=pages, config=STATEFUL, align=STATE_CHUNK, keeps_state=True)
+def stateful(*seqs, pages=500, **fields):
+    config = replace(STATEFUL, **fields)
+    return scheduler_of(*seqs, pages=pages, config=config, align=STATE_CHUNK, keeps_state=True)
 
 
 def test_requests_that_keep_a_state_start_at_whole_chunks_of_rows():
@@ -316,10 +318,15 @@ def test_requests_that_keep_a_state_start_at_whole_chunks_of_rows():
     assert planned(scheduler.prefill()) == [(0, 256, 640)]
 
 
-def test_an_image_longer_than_a_pass_goes_on_in_every_pass():
+@pytest.mark.parametrize("prefill_tokens", [64, 112, 192, 400])
+def test_an_image_longer_than_a_pass_goes_on_in_every_pass(prefill_tokens):
+    """Beside another long prompt and one that comes later with less to compute; a pass of one chunk is all its."""
     seq = sequence(0, [1, *[261] * 900, 2], images=[(1, image(b"wide", (1, 60, 60)))])
-    scheduler, done = stateful(seq, sequence(1, 900)), 0
-    for _ in range(10):
+    scheduler, done = stateful(seq, sequence(1, 900), prefill_tokens=prefill_tokens), 0
+    for step in range(15):
+        if step == 3:
+            scheduler.add(sequence(2, 170))
+            scheduler.admit()
         chunks = scheduler.prefill()
         compute(scheduler, chunks)
         assert not seq.in_prefill or seq.computed >= done + STATE_CHUNK

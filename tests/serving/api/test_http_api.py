@@ -25,6 +25,7 @@ from tests.serving.api.harness import (
 
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
+VIDEO = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}
 JSON = {"content-type": "application/json"}
 
 
@@ -84,7 +85,9 @@ def test_a_surrogate_pair_is_a_character():
         ({"messages": [{"role": "user"}]}, "messages[0].content", "must be a string or a list"),
         ({"messages": [user_says([])]}, "messages[0].content", "is empty"),
         ({"messages": [user_says([7])]}, "messages[0].content[0]", "must be an object"),
-        ({"messages": [user_says([{"type": "video"}])]}, "messages[0].content[0].type", "must be text"),
+        ({"messages": [user_says([{"type": "audio"}])]}, "messages[0].content[0].type", "must be text"),
+        ({"messages": [user_says([{"type": "video"}])]}, "messages[0].content[0].type", "is video: this server takes no"),
+        ({"messages": [user_says([VIDEO])]}, "messages[0].content[0].type", "takes no videos; send single frames as im"),
         ({"messages": [user_says([{"type": "text"}])]}, "messages[0].content[0].text", "is missing"),
         ({"messages": [user_says([{"type": "image_url"}])]}, "messages[0].content[0].image_url", "is missing"),
         ({"messages": [*USER, {"role": "assistant", "tool_calls": [{}]}]}, "messages[1].tool_calls[0]", "function"),

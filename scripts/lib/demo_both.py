@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -106,6 +107,17 @@ def differs(alone: Answer, together: Answer) -> str:
     return "" if len(alone.tokens) == len(together.tokens) else "another number of tokens"
 
 
+def unfit(folder: Path) -> str:
+    """Why the folder holds no model for this, or ""."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return f"{folder} is no checkpoint: {error}"
+    if "vision_config" not in config:
+        return f"{folder} has no vision tower (its config.json has no vision_config); --model asks about images"
+    return ""
+
+
 @contextmanager
 def started(console: Console, model: str, tp: int, sizes: Sizes) -> Iterator[ServerProcess]:
     room = -(-(sizes.prompt_tokens + 256) // 64) * 64
@@ -119,6 +131,8 @@ def started(console: Console, model: str, tp: int, sizes: Sizes) -> Iterator[Ser
 
 def both_halves(console: Console, model: str, tp: int, sizes: Sizes) -> list[str]:
     """Runs the burst on tp devices and every request alone on one, prints what came of it; returns what is wrong."""
+    if problem := unfit(Path(model)):
+        return [problem]
     bodies = [long_request(i, sizes.prompt_tokens) for i in range(sizes.prompts)]
     bodies += [image_request(i) for i in range(sizes.images)]
     with started(console, model, tp, sizes) as server, ThreadPoolExecutor(len(bodies)) as pool:
@@ -142,7 +156,9 @@ def judge(
     verdicts = [differs(a, b) for a, b in zip(alone, together, strict=True)]
     ties, wrong = verdicts.count("tie"), [v for v in verdicts if v not in ("", "tie")]
     calls, lanes = counts["vit_calls_total"], counts["vit_lanes_filled_sum"]
-    striped = counts.get('indexer_rows_total{path="striped"}', 0)
+    striped, replicated = (counts.get(f'indexer_rows_total{{path="{path}"}}', 0) for path in ("striped", "replicated"))
+    # Only models with an indexer count rows.
+    rows = f"{striped:.0f} of {striped + replicated:.0f}" if striped + replicated else "none: this model has no indexer"
     compiles = counts['compiles_total{stage="after_ready"}']
     long, images = together[: sizes.prompts], together[sizes.prompts :]
     title = f"{sizes.images} images beside {sizes.prompts} long prompts, {tp} devices"
@@ -151,7 +167,7 @@ def judge(
         ("long prompts", f"{min(a.prompt_tokens for a in long)} tokens and more"),
         ("seconds, long / images", f"{max(a.seconds for a in long):.1f} / {max(a.seconds for a in images):.1f}"),
         ("vision calls", f"{calls:.0f} for {len(images)} images, {lanes / max(calls, 1):.2f} of {tp} lanes filled"),
-        ("rows striped over the mesh", f"{striped:.0f}"),
+        ("indexer rows striped", rows),
         ("as alone on one device", f"{verdicts.count('')} of {len(verdicts)}, {ties} more part at a tie"),
         ("compiles after ready", f"{compiles:.0f}"),
     ):
@@ -162,8 +178,8 @@ def judge(
         problems.append(f"{calls:.0f} vision calls for {len(images)} images: nothing was batched across requests")
     if lanes <= calls and tp > 1:
         problems.append(f"no vision call filled more than one of {tp} lanes")
-    if not striped and tp > 1:
-        problems.append("no row went the striped way; is this a sparse-attention model?")
+    if replicated and not striped and tp > 1:
+        problems.append(f"none of {replicated:.0f} indexer rows went the striped way")
     if compiles:
         problems.append(f"{compiles:.0f} programs were compiled after ready")
     return problems

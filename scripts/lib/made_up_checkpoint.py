@@ -1,7 +1,4 @@
-"""Writes a small checkpoint with random weights as a folder that every command takes in the place of a real one.
-
-usage: python -m scripts.lib.made_up_checkpoint SHAPE FOLDER
-"""
+"""Writes a small checkpoint with random weights as a folder that every command takes in the place of a real one."""
 
 import argparse
 import zlib
@@ -59,9 +56,10 @@ def write_checkpoint(folder: Path, shape: str) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", choices=sorted(s for s in SHAPES if s.startswith("tiny")))
-    parser.add_argument("folder", type=Path)
+    parser = argparse.ArgumentParser(prog="python -m scripts.lib.made_up_checkpoint", description=__doc__)
+    shapes = "tiny: Qwen3-VL; tiny-glm: GLM-5.2; tiny-glm5: GLM-5.3-Flash; tiny-qwen35: Qwen3.5"
+    parser.add_argument("shape", choices=sorted(s for s in SHAPES if s.startswith("tiny")), help=shapes)
+    parser.add_argument("folder", type=Path, help="made if it is not there")
     options = parser.parse_args()
     print(write_checkpoint(options.folder, options.shape))
 

@@ -201,7 +201,7 @@ _TINY_GLM5 = {
         "moe_intermediate_size": 32,
         "index_n_heads": 4,
         "index_head_dim": 16,
-        "index_topk": 64,
+        # index_topk stays 2048: 512 pools, as the released model selects.
     },
     "vision_config": {
         **_GLM_5_3_FLASH["vision_config"],
@@ -211,6 +211,34 @@ _TINY_GLM5 = {
         "intermediate_size": 96,
         "projection_intermediate_size": 80,
         "out_hidden_size": 64,
+    },
+}
+
+_TINY_QWEN3_5 = {
+    **_QWEN3_VL_8B,
+    "model_type": "qwen3_5",
+    "text_config": {
+        **_TINY_TEXT,
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "head_dim": 32,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_conv_kernel_dim": 4,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [2, 1, 1],
+        },
+    },
+    "vision_config": {
+        **{k: v for k, v in _QWEN3_VL_8B["vision_config"].items() if k != "deepstack_visual_indexes"},
+        **{k: v for k, v in _TINY_VISION.items() if k != "deepstack_visual_indexes"},
+        "model_type": "qwen3_5_vision",
     },
 }
 
@@ -225,9 +253,10 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "tiny-glm": _TINY_GLM,
     "glm5": _GLM_5_3_FLASH,
     "tiny-glm5": _TINY_GLM5,
+    "tiny-qwen35": _TINY_QWEN3_5,
 }
 """config.json of every shape: Qwen3-VL-8B, GLM-5.2's widths with four layers and sixteen experts, GLM-5.3-Flash's with
-eight layers and thirty-two experts, and a tiny one of each family."""
+eight layers and thirty-two experts, and a tiny one of each of these families and of Qwen3.5."""
 
 
 def write_folder(folder: Path, shape: str) -> Path:

@@ -1,5 +1,6 @@
 """Decoder language models: one file a family, found by config.json's model_type."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,13 +47,15 @@ def bind_decoder(checkpoint: Checkpoint, *, tp: int, dtype) -> Binding:
     family = family_of(checkpoint.config)
     text = text_config(checkpoint.config)
     layers = field(text, "num_hidden_layers")
-    speculative = range(layers, layers + field(text, "num_nextn_predict_layers", int, 0))
+    # Some configurations do not count them; eh_proj, which joins an embedding and a hidden row, is theirs alone.
+    marked = {int(found[1]) for t in checkpoint.tensors if (found := re.search(r"\blayers\.(\d+)\.eh_proj\.", t))}
+    speculative = {*range(layers, layers + field(text, "num_nextn_predict_layers", int, 0)), *marked}
 
     def predicts_ahead(tensor: str) -> bool:
         # Multi-token-prediction layers follow the decoder's own; this server does not use them.
         parts = tensor.split(".")
         at = parts.index("layers") + 1 if "layers" in parts[:-1] else 0
-        return at > 0 and parts[at].isdigit() and int(parts[at]) in speculative
+        return at > 0 and parts[at].isdigit() and int(parts[at]) >= layers and int(parts[at]) in speculative
 
     def build():
         try:
@@ -61,8 +64,8 @@ def bind_decoder(checkpoint: Checkpoint, *, tp: int, dtype) -> Binding:
             raise CheckpointError(f"config.json: a field has a value of the wrong kind: {error}") from error
 
     for tensor in checkpoint.tensors:
-        if text := family.why_not(tensor):
-            raise CheckpointError(f"{checkpoint.folder}: {text}")
+        if reason := family.why_not(tensor):
+            raise CheckpointError(f"{checkpoint.folder}: {reason}")
     return bind(
         checkpoint,
         build,

@@ -48,13 +48,13 @@ class DeltaNetConfig:
 
 
 def why_not(tensor: str) -> str | None:
-    """Why a checkpoint that has the tensor is not loaded, or None. Qwen3-Next's projections hold the rows of q, k, v and
-    z, and of b and a, one key head after another: cut as Qwen3.5's are, they would be other rows."""
+    """Why a checkpoint that has the tensor is not loaded, or None. Qwen3-Next's projections hold the rows of q, k, v
+    and z, and of b and a, one key head after another: cut as Qwen3.5's are, they would be other rows."""
     if not tensor.endswith(("linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_ba.weight")):
         return None
     return (
-        f"{tensor} is a projection as Qwen3-Next fuses it, its rows interleaved by key head, which is not loaded; use a "
-        "checkpoint with in_proj_qkv, in_proj_z, in_proj_b and in_proj_a"
+        f"{tensor} is a projection as Qwen3-Next fuses it, its rows interleaved by key head, which is not loaded; use "
+        "a checkpoint with in_proj_qkv, in_proj_z, in_proj_b and in_proj_a"
     )
 
 

@@ -1,5 +1,5 @@
-"""What a device of a mesh keeps of every kind of layer: a part of all that has heads, inner widths, rows of the vocabulary
-or experts to divide, and the whole of the rest."""
+"""What a device of a mesh keeps of every kind of layer: a part of all that has heads, inner widths, rows of the
+vocabulary or experts to divide, and the whole of the rest."""
 
 import json
 

@@ -150,9 +150,8 @@ def test_projections_as_qwen3_next_fuses_them_are_refused_in_one_line(fused):
 
 
 def test_qwen3_next_itself_is_refused_by_its_model_type():
-    with pytest.raises(CheckpointError, match="model_type 'qwen3_next' is not supported; known: .*qwen3_5,"):
+    with pytest.raises(CheckpointError, match=r"model_type 'qwen3_next' is not supported; known: .*qwen3_5,"):
         bind_decoder(checkpoint_at(TEXT, model_type="qwen3_next"), tp=1, dtype="float32")
-
 
 
 def test_without_layer_types_every_fourth_layer_is_full_attention():

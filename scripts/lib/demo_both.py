@@ -5,6 +5,7 @@ import base64
 import http.client
 import io
 import json
+import shlex
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -124,7 +125,7 @@ def started(console: Console, model: str, tp: int, sizes: Sizes) -> Iterator[Ser
     seqs = sizes.images + sizes.prompts
     flags = ["--model", model, "--tp", str(tp), "--max-model-len", str(room), "--max-seqs", str(seqs)]
     flags += ["--mm-batching", "always", "--mm-process-config", '{"image": {"max_image_tokens": 64}}']
-    console.print(f"\n[bold]$ python -m serving {' '.join(flags)}[/bold]")
+    console.print(f"\n[bold]$ python -m serving {shlex.join(flags)}[/bold]", soft_wrap=True)
     with serving(flags, None, READY_SECONDS) as server:
         yield server
 

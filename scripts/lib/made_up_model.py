@@ -220,6 +220,7 @@ _TINY_QWEN3_5 = {
     "text_config": {
         **_TINY_TEXT,
         "model_type": "qwen3_5_text",
+        "max_position_embeddings": 262144,
         "num_hidden_layers": 4,
         "num_attention_heads": 8,
         "head_dim": 32,

@@ -63,6 +63,10 @@ class ServerProcess:
     def log_tail(self, lines: int = 15) -> str:
         return "" if self.log is None else "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
+    def last_words(self) -> str:
+        """The end of an error's text: what the server said last, or where it is."""
+        return "; what it said is above" if self.log is None else f":\n{self.log_tail()}"
+
 
 @contextmanager
 def serving(
@@ -91,14 +95,14 @@ def wait_ready(server: ServerProcess, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if not server.is_alive():
-            raise SystemExit(f"error: the server ended before it was ready:\n{server.log_tail()}")
+            raise SystemExit(f"error: the server ended before it was ready{server.last_words()}")
         try:
             if server.get("/ready")[0] == 200:
                 return
         except OSError:
             pass
         time.sleep(0.1)
-    raise SystemExit(f"error: the server was not ready after {seconds:g} s:\n{server.log_tail()}")
+    raise SystemExit(f"error: the server was not ready after {seconds:g} s{server.last_words()}")
 
 
 @contextmanager

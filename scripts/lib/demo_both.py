@@ -137,6 +137,9 @@ def both_halves(console: Console, model: str, tp: int, sizes: Sizes) -> list[str
     bodies = [long_request(i, sizes.prompt_tokens) for i in range(sizes.prompts)]
     bodies += [image_request(i) for i in range(sizes.images)]
     with started(console, model, tp, sizes) as server, ThreadPoolExecutor(len(bodies)) as pool:
+        console.print(
+            f"{sizes.prompts} long prompts at once, and {sizes.images} images as soon as they run", style="bold"
+        )
         jobs = [pool.submit(ask, server.port, body) for body in bodies[: sizes.prompts]]
         # The images come while the long prompts are computed.
         deadline = time.monotonic() + 60
@@ -146,6 +149,7 @@ def both_halves(console: Console, model: str, tp: int, sizes: Sizes) -> list[str
         together = [job.result() for job in jobs]
         counts = server.metrics()
     with started(console, model, 1, sizes) as server:
+        console.print(f"the same {len(bodies)} requests, one after another", style="bold")
         alone = [ask(server.port, body) for body in bodies]
     return judge(console, tp, sizes, together, alone, counts)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.lib import check_rocm
 from scripts.lib.program_list import Scope, listed
 from scripts.lib.rocm_claims import (
     BEGIN,
@@ -19,6 +20,7 @@ from scripts.lib.rocm_claims import (
     Result,
     block_of,
     current_block,
+    read_report,
     read_results,
     write_docs,
 )
@@ -67,6 +69,29 @@ def test_a_report_of_a_machine_fills_in_its_own_claims_only(tmp_path):
     assert "**fails**" in re.findall(r".*HIP graphs.*", text)[0]
     assert NOT_MEASURED in re.findall(r".*RCCL.*", text)[0]
     assert read_results(results)["device"].numbers == device.numbers
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"smoke": true, "claims": null}', "measures nothing"),
+        ('{"claims": {"rung": "lower", "passed": true}}', "its rung is 'lower'"),
+        ('{"claims": {"rung": "device"}}', "is no report of scripts/on_rocm"),
+        ('{"steps": []}', "is no report of scripts/on_rocm"),
+        ("[1, 2", "is no report of scripts/on_rocm"),
+        (None, "cannot be read"),
+    ],
+)
+def test_what_measures_no_amd_gpu_cannot_fill_in_a_claim(text, says, tmp_path, capsys):
+    file = tmp_path / "report.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ValueError, match=says):
+        read_report(file)
+    before = current_block()
+    assert check_rocm.main(["--report", str(file), "--write-docs"]) == 1
+    assert says in capsys.readouterr().out
+    assert current_block() == before
 
 
 def test_every_install_line_names_an_extra_that_exists():

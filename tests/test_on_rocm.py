@@ -44,6 +44,23 @@ def test_a_machine_without_an_amd_gpu_is_refused_in_one_line(monkeypatch, capsys
     assert not (tmp_path / "report.json").exists()
 
 
+def test_tiny_forms_on_a_cpu_measure_nothing_and_try_two_devices(monkeypatch, tmp_path):
+    found = {"kind": "cpu", "name": "cpu", "count": 1}
+    asked = subprocess.CompletedProcess([], 0, f"{json.dumps(found)}\n", "")
+    monkeypatch.setattr(on_rocm.subprocess, "run", lambda *args, **kwargs: asked)
+    ran = []
+
+    def passes(step, command, out):
+        ran.append(command)
+        return Outcome(step.name, "passed", results={"speeds": [1]})
+
+    monkeypatch.setattr(on_rocm, "run_step", passes)
+    assert main(["--smoke", "--report", str(tmp_path / "report.json")]) == 0
+    assert json.loads((tmp_path / "report.json").read_text())["claims"] is None
+    (sweep,) = (command for command in ran if "--sweep" in command)
+    assert sweep[sweep.index("--tp") + 1] == "2"
+
+
 def test_a_step_that_fails_or_hangs_is_told_with_the_end_of_its_output(tmp_path):
     def ran(code, minutes=1.0):
         return run_step(Step("made up", "", (), minutes=minutes), [sys.executable, "-c", code], tmp_path)

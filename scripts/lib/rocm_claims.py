@@ -99,6 +99,23 @@ def read_results(file: Path = RESULTS) -> dict[str, Result]:
     return {r["rung"]: Result(**r) for r in json.loads(file.read_text(encoding="utf-8"))}
 
 
+def read_report(file: Path) -> Result:
+    """The result in a report that scripts/on_rocm wrote on an AMD machine. Raises ValueError that says why there is
+    none."""
+    try:
+        claims = json.loads(file.read_text(encoding="utf-8"))["claims"]
+        result = None if claims is None else Result(**claims)
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is no report of scripts/on_rocm") from error
+    if result is None:
+        raise ValueError(f"{file} measures nothing: it is of --smoke, or of a machine without an AMD GPU")
+    if result.rung != "device":
+        raise ValueError(f"{file} is no report of scripts/on_rocm: its rung is {result.rung!r}, not 'device'")
+    return result
+
+
 def write_results(results: Mapping[str, Result], file: Path = RESULTS) -> None:
     text = json.dumps([asdict(results[rung]) for rung in RUNGS if rung in results], indent=1)
     file.write_text(text + "\n", encoding="utf-8")

@@ -1,7 +1,6 @@
 """The rungs of scripts/check_rocm that look at whole programs: --lower and --gpu-aot, and what they tell the docs."""
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from scripts.lib import gpu_aot, rocm_lowering
-from scripts.lib.rocm_claims import Result, markdown_table, write_docs
+from scripts.lib.rocm_claims import Result, markdown_table, read_report, write_docs
 from scripts.lib.rocm_lowering import ARCHS, MESHES, Advance, Report
 
 
@@ -131,12 +130,16 @@ def compile_ahead(options: argparse.Namespace, console: Console) -> Result | Non
 def run(options: argparse.Namespace, console: Console, isa: Result | None = None) -> bool:
     """The rungs that the options ask for, and the docs with `isa` beside them. True unless one failed."""
     results = [result for result in (isa,) if result is not None]
+    if options.report is not None:
+        try:
+            results.append(read_report(options.report))
+        except ValueError as error:
+            console.print(f"error: {error}", soft_wrap=True, markup=False)
+            return False
     if options.lower:
         results.append(lower(options, console))
     if options.gpu_aot and (result := compile_ahead(options, console)) is not None:
         results.append(result)
-    if options.report is not None:
-        results.append(Result(**json.loads(options.report.read_text(encoding="utf-8"))["claims"]))
     if options.write_docs:
         write_docs({result.rung: result for result in results})
         console.print(f"docs/rocm.md: wrote {_and([result.rung for result in results] or ['nothing'])}")

@@ -1,4 +1,4 @@
-"""Runs lm-eval (EleutherAI) over the completions route of a server, without a network.
+"""Runs lm-eval (EleutherAI) over the completions route of a server; its own tasks need no network.
 
 Three small tasks of our own, whose data lies beside them (scripts/lib/eval_tasks), and lm-eval's own niah_single_1:
 
@@ -9,6 +9,9 @@ Three small tasks of our own, whose data lies beside them (scripts/lib/eval_task
 
 What is shown is that the plumbing works; the scores of a small made-up model mean nothing. With --verify the
 log-probabilities that lm-eval got are compared with those that the checkpoint's decoder gives when it is run directly.
+
+Any other task of lm-eval can be named, gsm8k for instance; its data comes from the Hugging Face hub. What follows `--`
+goes to lm-eval as it is: `-- --apply_chat_template --gen_kwargs max_gen_toks=16384`.
 """
 
 import argparse
@@ -18,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +29,15 @@ from scripts.lib.server_process import running_or_serving
 
 TASKS = Path(__file__).parent / "eval_tasks"
 OWN = ("vitstripe_choice", "vitstripe_text", "vitstripe_write")
+LOCAL = {*OWN, "niah_single_1"}
+"""Tasks that need nothing from the hub."""
+SECONDS = 3600
+"""A request may take as long as this: a long answer among many takes longer than lm-eval's 300 seconds."""
 TOLERANCE = 1e-4
 """Of one token's log-probability: float32 sums in another order."""
 
 
-def arguments() -> argparse.Namespace:
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="scripts/eval_lm", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -37,13 +45,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--url", help="a running server, e.g. http://localhost:8000; default: start one on --model")
     parser.add_argument("--tasks", help=f"default: {','.join(OWN)} and niah_single_1")
     parser.add_argument("--include", action="append", default=[], help="a folder of task files of your own")
-    parser.add_argument("--length", type=int, default=512, help="tokens of niah_single_1's text (default 512)")
+    parser.add_argument("--length", type=int, default=512, help="tokens of the niah tasks' text (default 512)")
     parser.add_argument("--limit", type=int, help="documents a task")
     parser.add_argument("--concurrent", type=int, default=8, help="requests at one time (default 8)")
     parser.add_argument("--out", type=Path, help="folder for lm-eval's report and samples; default: a temporary one")
     parser.add_argument("--verify", action="store_true", help="compare with the decoder run directly (small models)")
     parser.add_argument("--serve", default="", help="further flags of the server that is started, as one string")
-    return parser.parse_args()
+    parser.add_argument("more", nargs="*", metavar="LM_EVAL", help="behind --: further arguments of lm-eval's `run`")
+    return parser.parse_args(given)
 
 
 def model_of(url: str) -> dict[str, Any]:
@@ -52,7 +61,7 @@ def model_of(url: str) -> dict[str, Any]:
 
 
 def evaluate(url: str, folder: Path, tasks: list[str], args: argparse.Namespace, out: Path) -> None:
-    """Runs lm-eval's own command line, cut off from the hub."""
+    """Runs lm-eval's own command line, cut off from the hub where no task needs it."""
     model = model_of(url)
     settings = {
         "model": model["id"],
@@ -62,6 +71,7 @@ def evaluate(url: str, folder: Path, tasks: list[str], args: argparse.Namespace,
         "tokenized_requests": True,
         "max_length": model["max_model_len"],
         "num_concurrent": args.concurrent,
+        "timeout": SECONDS,
     }
     command = [sys.executable, "-m", "lm_eval", "run", "--model", "local-completions", "--tasks", ",".join(tasks)]
     command += ["--model_args", ",".join(f"{key}={value}" for key, value in settings.items())]
@@ -71,10 +81,14 @@ def evaluate(url: str, folder: Path, tasks: list[str], args: argparse.Namespace,
     command += ["--output_path", str(out), "--log_samples", "--seed", "1234"]
     if args.limit is not None:
         command += ["--limit", str(args.limit)]
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OPENAI_API_KEY": "none"}
     # Data files of our tasks are named relative to their folder.
-    environment = {"TOKENIZERS_PARALLELISM": "false"} | dict(os.environ) | offline
-    subprocess.run(command, cwd=TASKS, env=environment, check=True)
+    subprocess.run([*command, *args.more], cwd=TASKS, env=environment(tasks), check=True)
+
+
+def environment(tasks: Sequence[str]) -> dict[str, str]:
+    """lm-eval's environment: offline if all of `tasks` need nothing from the hub."""
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"} if set(tasks) <= LOCAL else {}
+    return {"TOKENIZERS_PARALLELISM": "false", **os.environ, **offline, "OPENAI_API_KEY": "none"}
 
 
 def samples(out: Path, task: str) -> list[dict[str, Any]]:

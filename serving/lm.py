@@ -186,7 +186,6 @@ class LanguageModel:
         width, levels = self.decoder.hidden_size, self.decoder.num_deepstack
         state_specs = tuple(a.sharding.spec for a in self.weights)
 
-        @jax.named_scope("splice")
         def text(state, ids):
             return self._module(state).embed(ids)
 

@@ -1,6 +1,7 @@
 """scripts/profile_step reads its traces right: time by scope, gaps, and every device."""
 
 import json
+import time
 
 import jax
 import jax.numpy as jnp
@@ -54,10 +55,14 @@ def test_a_trace_gives_time_by_scope_and_device(mesh_of, tmp_path):
     with jax.profiler.trace(str(tmp_path)):
         for _ in range(3):
             with jax.profiler.TraceAnnotation("step"):
+                with jax.profiler.TraceAnnotation("plan"):
+                    time.sleep(0.001)
                 jax.block_until_ready(compiled(x))
         jax.block_until_ready(compiled(jnp.copy(x)))  # outside of any step
     section = read_section(tmp_path, "made up", [compiled], annotation="step")
     assert section.runs == 3
+    assert section.host.keys() == {"plan"}
+    assert 0 < section.host["plan"] < section.wall
     assert set(section.scopes) >= {"score", "select", "merge"}
     assert len(section.busy) == 2
     assert all(0 < busy <= section.wall for busy in section.busy.values())
@@ -69,15 +74,22 @@ def test_a_trace_gives_time_by_scope_and_device(mesh_of, tmp_path):
 
 def test_the_tables_show_milliseconds_a_run_and_device():
     section = Section(
-        "layer", 2, 0.02, {"a": 0.008, "b": 0.006}, {"score": 0.008, "merge": 0.004}, {}, {"a": [], "b": []}
+        "layer",
+        2,
+        0.02,
+        {"a": 0.008, "b": 0.006},
+        {"score": 0.008, "merge": 0.004},
+        {},
+        {"a": [], "b": []},
+        {"plan": 0.001},
     )
     assert section.host_share == pytest.approx(0.6)
     table = scope_table(section, 2)
     assert "10.00 ms a run, 60% of it" in str(table.title)
     assert markdown_of([section], 2) == [
-        "| step | ms a run | host | score | merge |",
-        "|---|---|---|---|---|",
-        "| layer | 10.00 | 60% | 2.000 | 1.000 |",
+        "| step | ms a run | host | plan (host) | score | merge |",
+        "|---|---|---|---|---|---|",
+        "| layer | 10.00 | 60% | 0.500 | 2.000 | 1.000 |",
     ]
 
 
@@ -85,7 +97,13 @@ def test_the_tables_show_milliseconds_a_run_and_device():
 def test_every_step_is_profiled_on_host_devices(tmp_path):
     assert profile_step.main(["--tp", "2", "--runs", "1", "--out", str(tmp_path)]) == 0
     sections = json.loads((tmp_path / "profile.json").read_text())["sections"]
-    assert len(sections) == 5
-    scopes = {scope for section in sections for scope in section["scopes"]}
-    assert {"encode", "project", "score", "select", "merge", "attend"} <= scopes
-    assert all(list((tmp_path / name).rglob("*.xplane.pb")) for name in ("vision", "indexer", "decode"))
+    scopes = {section["name"]: section["scopes"].keys() | section["host"].keys() for section in sections}
+    assert len(scopes) == 6
+    chosen = {"project", "score", "select"}
+    assert {"plan", "encode", "attend"} <= scopes["vision call"]
+    assert chosen <= scopes["indexer layer, replicated"]
+    for merge in ("pmax", "all_gather"):
+        assert {*chosen, "merge"} <= scopes[f"indexer layer, striped, {merge}"]
+    assert {*chosen, "splice", "merge", "attend", "mlp", "logits"} <= scopes["splice and prefill pass"]
+    assert {*chosen, "splice", "attend", "mlp", "logits", "sample"} <= scopes["decode pass"]
+    assert all(list((tmp_path / name).rglob("*.xplane.pb")) for name in ("vision", "indexer", "prefill", "decode"))

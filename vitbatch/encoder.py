@@ -4,7 +4,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -422,6 +422,7 @@ class VisionEncoder:
             call_of_key.update((misses[i].key, index) for i in plan.images)
         return calls, call_of_key
 
+    @partial(jax.profiler.annotate_function, name="plan")
     def _plan(self, sizes: list[int]) -> list[CallPlan]:
         return plan_calls(
             sizes, self.lanes, self.ladder, self.config.max_call_patches, self._quadratic, self._lane_patches

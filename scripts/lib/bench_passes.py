@@ -57,7 +57,8 @@ class PassTime:
 class Passes:
     """The programs of a shape on one device, with random weights and caches full of random keys."""
 
-    def __init__(self, shape: str, mesh: Mesh, *, running: int, prefill_rows: int, length: int):
+    def __init__(self, shape: str, mesh: Mesh, *, running: int, prefill_rows: int, length: int, image_rows: int = 0):
+        """image_rows: of the pool that image tokens come from, 0 for text alone."""
         config = SHAPES[shape]
         dtype = platform_of(mesh.devices.flat[0]).default_dtype
         family = family_of(config)
@@ -66,7 +67,9 @@ class Passes:
             tp=mesh.size, max_model_len=length, max_seqs=running, prefill_tokens=max(prefill_rows, ROW_TILE)
         )
         pages = running * self.engine.pages_per_seq
-        self.lm = LanguageModel(graphdef, abstract, mesh, self.engine, LmShapes(pages))
+        width = text_config(config)["hidden_size"] * (1 + nnx.merge(graphdef, abstract).num_deepstack)
+        pool = (image_rows, width) if image_rows else (0, 0)
+        self.lm = LanguageModel(graphdef, abstract, mesh, self.engine, LmShapes(pages, *pool))
         self.state = tuple(jax.tree.leaves(random_state(abstract, mesh)))
         self.caches = [
             {name: _noise(i, array) for name, array in layer.items()}

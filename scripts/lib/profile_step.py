@@ -1,4 +1,4 @@
-"""Records and reads a trace of each part of a step: a vision call, an indexer layer, a decode pass.
+"""Records and reads a trace of each part of a step: a vision call, an indexer layer, a prefill pass, a decode pass.
 
 Needs the project's packages; `scripts/profile_step` brings them, or run `python -m scripts.lib.profile_step` in an
 environment of your own. Runs on whatever device is there: at the widths of released models on a GPU, tiny on a CPU.
@@ -31,7 +31,8 @@ from scripts.lib.bench_passes import Passes
 from scripts.lib.bench_vision import frames_of
 from scripts.lib.made_up_model import random_state
 from scripts.lib.made_up_tower import TowerSize, write_checkpoint
-from scripts.lib.trace_scopes import OTHER, SCOPES, Section, read_section
+from scripts.lib.trace_scopes import HOST_SCOPES, OTHER, SCOPES, Section, read_section
+from serving.config import ROW_TILE
 from serving.sampling import SampleArgs
 from vitbatch import EncoderConfig, PreparedImage, VisionEncoder
 from vitstripe import make_mesh
@@ -42,8 +43,8 @@ RUN = "profiled run"
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is run: the tower, images of a call and their grid; rows and keys of the indexer; requests and keys of the
-    decode pass; made_up_model's shape of its decoder."""
+    """What is run: the tower, images of a call and their grid; rows and keys of the indexer; rows of the prefill pass;
+    requests and keys of the passes; made_up_model's shape of their decoder."""
 
     tower: TowerSize
     images: int
@@ -54,6 +55,7 @@ class Sizes:
     head_dim: int
     topk: int
     hidden: int
+    prefill: int
     requests: int
     context: int
     decoder: str
@@ -69,6 +71,7 @@ LARGE = Sizes(
     head_dim=128,
     topk=2048,
     hidden=6144,
+    prefill=2048,
     requests=16,
     context=8192,
     decoder="glm",
@@ -83,6 +86,7 @@ TINY = Sizes(
     head_dim=32,
     topk=64,
     hidden=96,
+    prefill=96,
     requests=2,
     context=128,
     decoder="tiny-glm",
@@ -167,18 +171,42 @@ def indexer_layer(sizes: Sizes, mesh: Mesh, merge: str | None) -> Work:
     return Work(name, lambda: jax.block_until_ready(compiled(*arguments)), [compiled])
 
 
+def _place(values: Any, shapes: Any) -> Any:
+    return jax.tree.map(lambda value, shape: jax.device_put(value, shape.sharding), values, shapes)
+
+
+def prefill_pass(sizes: Sizes, mesh: Mesh) -> Work:
+    """Splice and prefill pass of a sparse-attention decoder with random weights: the last rows of one prompt, every
+    third of them an image's. Over several devices the indexer's rows are striped."""
+    rows = sizes.prefill
+    passes = Passes(sizes.decoder, mesh, running=1, prefill_rows=rows, length=sizes.context, image_rows=rows)
+    splice, extend = passes.lm.splice(rows), passes.lm.extend(rows, passes.lm.selections[-1], draws=False)
+    passes.compile([splice, extend])
+    put_in, run_pass = passes.compiled[splice.name], passes.compiled[extend.name]
+    step = _place(passes.step(rows, ROW_TILE, sizes.context), extend.args[3])
+    tokens = np.arange(rows, dtype=np.int32)
+    ids, pool_index = _place((tokens, np.where(tokens % 3, -1, tokens)), (splice.args[1], splice.args[3]))
+    pool = jax.jit(jnp.ones, static_argnums=(0, 1), out_shardings=splice.args[2].sharding)(
+        splice.args[2].shape, splice.args[2].dtype
+    )
+
+    def run() -> None:
+        hidden, deep = put_in(passes.state, ids, pool, pool_index)
+        out = run_pass(passes.state, (hidden, deep if passes.lm.decoder.num_deepstack else None), passes.caches, step)
+        passes.caches = out.caches
+        jax.block_until_ready(out.logits)
+
+    return Work("splice and prefill pass", run, [put_in, run_pass])
+
+
 def decode_pass(sizes: Sizes, mesh: Mesh) -> Work:
     """A decode pass of a sparse-attention decoder with random weights."""
     passes = Passes(sizes.decoder, mesh, running=sizes.requests, prefill_rows=64, length=sizes.context)
     program = passes.lm.decode(sizes.requests)
     passes.compile([program])
     compiled = passes.compiled[program.name]
-
-    def place(values: Any, shapes: Any) -> Any:
-        return jax.tree.map(lambda value, shape: jax.device_put(value, shape.sharding), values, shapes)
-
-    step = place(passes.step(sizes.requests, 1, sizes.context), program.args[3])
-    samples = place(SampleArgs.stack([], [], [], sizes.requests), program.args[4])
+    step = _place(passes.step(sizes.requests, 1, sizes.context), program.args[3])
+    samples = _place(SampleArgs.stack([], [], [], sizes.requests), program.args[4])
     ids = jax.device_put(np.arange(sizes.requests, dtype=np.int32), program.args[1].sharding)
 
     def run() -> None:
@@ -194,6 +222,7 @@ def works(sizes: Sizes, mesh: Mesh, scratch: Path) -> dict[str, Callable[[], Wor
     found = {
         "vision": lambda: vision_call(sizes, mesh, scratch),
         "indexer": lambda: indexer_layer(sizes, mesh, None),
+        "prefill": lambda: prefill_pass(sizes, mesh),
         "decode": lambda: decode_pass(sizes, mesh),
     }
     if mesh.size > 1:
@@ -235,6 +264,8 @@ def scope_table(section: Section, devices: int) -> Table:
         most = ", ".join(f"{op} {per * s:.3f}" for s, op in own)
         seconds = section.scopes[scope]
         table.add_row(scope, f"{per * seconds:.3f}", f"{seconds / total:.0%}", most)
+    for scope, seconds in section.host.items():
+        table.add_row(f"{scope} (host)", f"{1e3 * seconds / section.runs:.3f}", "", "")
     return table
 
 
@@ -249,11 +280,14 @@ def device_lines(section: Section) -> Iterator[str]:
 
 def markdown_of(sections: Sequence[Section], devices: int) -> list[str]:
     """The table for docs/benchmarks.md: milliseconds a run by scope."""
+    host = [s for s in HOST_SCOPES if any(s in section.host for section in sections)]
     scopes = [s for s in (*SCOPES, OTHER) if any(s in section.scopes for section in sections)]
-    lines = [f"| step | ms a run | host | {' | '.join(scopes)} |", "|---" * (len(scopes) + 3) + "|"]
+    heads = [*(f"{s} (host)" for s in host), *scopes]
+    lines = [f"| step | ms a run | host | {' | '.join(heads)} |", "|---" * (len(heads) + 3) + "|"]
     for section in sections:
         per = 1e3 / section.runs / max(devices, 1)
-        cells = [f"{per * section.scopes[s]:.3f}" if s in section.scopes else "" for s in scopes]
+        cells = [f"{1e3 * section.host[s] / section.runs:.3f}" if s in section.host else "" for s in host]
+        cells += [f"{per * section.scopes[s]:.3f}" if s in section.scopes else "" for s in scopes]
         wall = f"{1e3 * section.wall / section.runs:.2f}"
         lines.append(f"| {section.name} | {wall} | {section.host_share:.0%} | {' | '.join(cells)} |")
     return lines
@@ -263,9 +297,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="scripts/profile_step",
         description="Profiles a vision call, an indexer layer (replicated, and striped with both merges on several "
-        "devices) and a decode pass on this machine's devices, with random weights. Prints device time by named scope, "
-        "gaps and the host's share, without command buffers, which would hide their operations. Leaves the traces for "
-        "xprof (tensorboard) and Perfetto (ui.perfetto.dev opens the .trace.json.gz).",
+        "devices), a prefill pass with its splice and a decode pass on this machine's devices, with random weights. "
+        "Prints device time by named scope, gaps and the host's share, without command buffers, which would hide their "
+        "operations. Leaves traces for xprof (tensorboard) and Perfetto (ui.perfetto.dev opens the .trace.json.gz).",
         epilog="example: scripts/profile_step --out profiles",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -275,7 +309,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", choices=("auto", "tiny", "large"), default="auto", help="auto: large on a GPU")
     parser.add_argument("--rows", type=int, help="query rows of the indexer")
     parser.add_argument("--keys", type=int, help="keys of the indexer")
-    parser.add_argument("--only", nargs="+", choices=("vision", "indexer", "striped", "gathered", "decode"))
+    parser.add_argument("--only", nargs="+", choices=("vision", "indexer", "striped", "gathered", "prefill", "decode"))
     return parser.parse_args(arguments)
 
 

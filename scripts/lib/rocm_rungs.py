@@ -103,7 +103,7 @@ def aot_result(compiled: list[gpu_aot.Compiled]) -> Result:
     numbers = {
         "programs": len(compiled),
         "topology": "NVIDIA H200",
-        "most": f"{largest.temporary_bytes / 2**30:.1f} GiB ({largest.group}, `{largest.name}`)",
+        "most": f"{largest.temporary_bytes / 2**20:,.0f} MiB ({largest.group}, `{largest.name}`)",
         "selection": _and(selections) if selections else "no sort and no kernel",
         "tables": {"What XLA's GPU pipeline made of the SPMD programs": markdown_table(heads, rows)},
     }

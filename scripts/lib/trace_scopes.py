@@ -1,4 +1,4 @@
-"""Reads a profiler trace back: device time by named scope, gaps, and the host's share.
+"""Reads a profiler trace back: device time by named scope, gaps, and the host's share and its parts.
 
 A trace names the compiled operation of every event; which scope an operation belongs to stands in the compiled program
 (`jax.named_scope` ends up in each operation's name). So the programs that ran are given along with the trace.
@@ -20,6 +20,9 @@ SCOPES = (
 """Parts of a step on the devices, in the order they run. The innermost one that an operation's name holds counts:
 `mixer` is what a decoder layer's attention or recurrence has beside the parts named before it, its projections above
 all."""
+
+HOST_SCOPES = ("plan", "collect")
+"""What the host does around them: plan calls and passes, and wait for and tell what a pass gave."""
 
 OTHER = "other"
 
@@ -51,7 +54,7 @@ class Section:
     """What one kind of step did, summed over its runs. Seconds; busy: by device, the union of its operations' times.
 
     scopes: device seconds by scope, all devices together. operations: (scope, operation) likewise. gaps: by device, the
-    stretches in which it did nothing, longest first.
+    stretches in which it did nothing, longest first. host: seconds by HOST_SCOPES.
     """
 
     name: str
@@ -61,6 +64,7 @@ class Section:
     scopes: dict[str, float] = field(default_factory=dict)
     operations: dict[tuple[str, str], float] = field(default_factory=dict)
     gaps: dict[str, list[float]] = field(default_factory=dict)
+    host: dict[str, float] = field(default_factory=dict)
 
     @property
     def host_share(self) -> float:
@@ -101,10 +105,14 @@ def read_section(folder: Path, name: str, programs: Sequence[jax.stages.Compiled
     section = Section(name, len(runs), sum(end - begin for begin, end in runs) * 1e-9)
     scopes, seen = scopes_of(programs), defaultdict[str, Intervals](list)
     by_scope, by_operation = defaultdict[str, float](float), defaultdict[tuple[str, str], float](float)
+    by_host = defaultdict[str, float](float)
     for plane in planes:
         for line in plane.lines:
             for event in line.events:
                 if not (event.duration_ns > 0 and first <= event.start_ns < last):
+                    continue
+                if event.name in HOST_SCOPES:
+                    by_host[event.name] += event.duration_ns * 1e-9
                     continue
                 stats = {key: value for key, value in event.stats if key in ("hlo_op", "hlo_module", "device_ordinal")}
                 operation = _operation(stats)
@@ -120,7 +128,7 @@ def read_section(folder: Path, name: str, programs: Sequence[jax.stages.Compiled
         section.busy[device] = sum(end - begin for begin, end in merged) * 1e-9
         between = [b[0] - a[1] for a, b in pairwise(merged)]
         section.gaps[device] = sorted((gap * 1e-9 for gap in between), reverse=True)
-    section.scopes, section.operations = dict(by_scope), dict(by_operation)
+    section.scopes, section.operations, section.host = dict(by_scope), dict(by_operation), dict(by_host)
     return section
 
 

@@ -168,7 +168,7 @@ class Layer(nnx.Module):
         x, mixing = self.hc_ffn(h, selection.platform)
         x = self.post_attention_layernorm(x)
         y = self.mlp(x, step.lengths > 0, selection.platform)
-        return join(h, self.shards.sum_if(self.mlp.cut, y), mixing), cache, selected
+        return join(h, self.shards.sum_mlp(self.mlp.cut, y), mixing), cache, selected
 
 
 class Model(nnx.Module):

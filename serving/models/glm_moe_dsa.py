@@ -117,7 +117,7 @@ class Layer(nnx.Module):
         y, cache, selected = self.self_attn(self.input_layernorm(h), angles, cache, step, selection, selected)
         h = h + y
         y = self.mlp(self.post_attention_layernorm(h), step.lengths > 0, selection.platform)
-        return h + self.shards.sum_if(self.mlp.cut, y), cache, selected
+        return h + self.shards.sum_mlp(self.mlp.cut, y), cache, selected
 
 
 class Model(nnx.Module):

@@ -221,7 +221,7 @@ class Layer(nnx.Module):
         y, cache = self.self_attn(self.input_layernorm(h), cos, sin, cache, step, platform)
         h = h + (y if self.post_self_attn_layernorm is None else self.post_self_attn_layernorm(y))
         y = self.mlp(self.post_attention_layernorm(h), step.lengths > 0, platform)
-        y = self.shards.sum_if(self.mlp.cut, y)
+        y = self.shards.sum_mlp(self.mlp.cut, y)
         return h + (y if self.post_mlp_layernorm is None else self.post_mlp_layernorm(y)), cache
 
 

@@ -20,6 +20,7 @@ class Embedding(nnx.Module):
         self.weight = param((vocab, features), dtype, tp_axis=0 if shards.vocab else None)
         self.shards = shards
 
+    @jax.named_scope("splice")
     def __call__(self, ids: Int[Array, " T"]) -> Float[Array, "T D"]:
         weight = self.weight[...]
         local = ids - self.shards.rank() * weight.shape[0] if self.shards.vocab else ids

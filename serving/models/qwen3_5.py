@@ -146,7 +146,7 @@ class Layer(nnx.Module):
         h = h + y
         x = self.post_attention_layernorm(h)
         y = self.mlp(x, step.lengths > 0, platform)
-        return h + self.shards.sum_if(self.mlp.cut, y), cache
+        return h + self.shards.sum_mlp(self.mlp.cut, y), cache
 
 
 class Model(nnx.Module):

@@ -62,6 +62,11 @@ class Shards:
         """The sum over devices after a column-cut layer, or x itself when the layer was not cut."""
         return lax.psum(x, self.axis) if cut else x
 
+    @jax.named_scope("mlp")
+    def sum_mlp(self, cut: bool, y: Float[Array, "*S"]) -> Float[Array, "*S"]:
+        """`sum_if` behind an MLP or mixture, of which it counts as a part in a profile."""
+        return self.sum_if(cut, y)
+
     @property
     def mixture(self) -> bool:
         """Whether a device's output of a mixture of experts is a part of it, to be summed."""

@@ -5,9 +5,11 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
+from scripts.lib.trace_scopes import read_section
 from serving.config import EngineConfig
 from serving.load import load_engine
 from serving.metrics import Metrics
+from serving.profiling import Profiler
 from serving.protocol import FinishEvent, SamplingParams, Submission, TokenEvent
 from vitbatch import CompileGuard, EncoderConfig
 from vitstripe.checkpoint import Checkpoint
@@ -75,3 +77,16 @@ def test_a_prompt_within_topk_needs_no_stripes(sparse):
     before = float(metrics.render().decode().split(count)[1].split()[0])
     assert len(submit(engine, "short", list(range(40, 52)), 3).result(60)[0]) == 3
     assert float(metrics.render().decode().split(count)[1].split()[0]) == before + 12
+
+
+def test_a_trace_of_real_traffic_has_the_scopes_of_profile_step(sparse, tmp_path):
+    engine, _ = sparse
+    profiler = Profiler(tmp_path)
+    profiler.start()
+    # Past index_topk and long enough for the striped program, then a few tokens.
+    submit(engine, "traced", np.random.default_rng(3).integers(0, 256, 90).tolist(), 5).result(60)
+    profiler.stop()
+    profiler.close()
+    section = read_section(tmp_path, "traffic", list(engine._runner.programs.values()), annotation="plan")
+    assert section.host.keys() == {"plan", "collect"}
+    assert {"splice", "project", "score", "select", "merge", "attend", "sample"} <= section.scopes.keys()

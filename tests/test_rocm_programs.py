@@ -24,7 +24,6 @@ def every_program_lowers(archs, meshes, scope=None):
     assert report.float8 == {arch: ["f8E4M3FNUZ" if arch == "gfx942" else "f8E4M3FN"] for arch in archs}
 
 
-@pytest.mark.slow
 def test_every_program_lowers_for_rocm_as_declared():
     every_program_lowers(["gfx950"], [8], FAST)
 

@@ -88,6 +88,14 @@ def find(
     return sorted(found, key=lambda finding: LEVELS.index(finding.level))
 
 
+def verdict(found: Sequence[Finding], works: bool) -> str:
+    """The doctor's last line. works: what the collective did."""
+    counts = {level: sum(finding.level == level for finding in found) for level in LEVELS[:2]}
+    counts["problem"] += not works
+    told = [f"{n} {level}{'s' * (n > 1)}" for level, n in counts.items() if n]
+    return f"in all: {' and '.join(told)}" if told else "in all: nothing is wrong with versions, variables and devices"
+
+
 def shared_memory_bytes() -> int | None:
     """Size of /dev/shm, None where there is none."""
     return shutil.disk_usage(_SHARED_MEMORY).total if _SHARED_MEMORY.is_dir() else None
@@ -156,7 +164,8 @@ def main() -> int:
     ]
     _rows("machine", machine, console)
     if not archs:
-        console.print("no AMD GPU in this machine: what would be checked of one is in docs/rocm.md")
+        text = "no AMD GPU in this machine: of its variables only those that hide every GPU are looked at"
+        console.print(text, soft_wrap=True)
     if prepared:
         console.print(f"note: {prepared}", soft_wrap=True)
     found = find_here()
@@ -164,6 +173,7 @@ def main() -> int:
         console.print(f"{finding.level}: {finding.text}", soft_wrap=True)
     works = _self_test(console)
     status = 1 if not works or any(finding.level == "problem" for finding in found) else 0
+    console.print(verdict(found, works), soft_wrap=True)
     if not works:
         console.file.flush()
         os._exit(status)  # a thread that hangs in a collective would keep the interpreter from ending

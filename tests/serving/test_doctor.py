@@ -2,7 +2,7 @@
 
 import pytest
 
-from serving.doctor import check_collective, find, installed_versions, prepare_environment
+from serving.doctor import check_collective, find, installed_versions, prepare_environment, verdict
 from vitstripe.platform import Platform
 
 VERSIONS = {"jax": "0.12.0", "jaxlib": "0.12.0", "jax-rocm7-plugin": "0.12.0", "jax-rocm7-pjrt": "0.12.0"}
@@ -22,6 +22,15 @@ def test_problems_come_first():
     assert levels == sorted(levels, key=("problem", "warning", "note").index)
     assert levels.count("problem") == 2
     assert any("/dev/shm" in finding.text for finding in found)
+
+
+def test_the_last_line_says_how_much_is_wrong():
+    assert verdict(find(OFF, ["gfx950"] * 8, [MI355X] * 8, VERSIONS, 64 << 30), True).endswith(
+        "nothing is wrong with versions, variables and devices"
+    )
+    found = find({"CUDA_VISIBLE_DEVICES": "0"}, ["gfx950"] * 8, [MI355X] * 8, VERSIONS, 64 << 20)
+    assert verdict(found, True) == "in all: 2 problems and 1 warning"
+    assert verdict([], False) == "in all: 1 problem"
 
 
 def test_where_a_container_hides_the_driver_the_devices_tell_the_architecture():

@@ -1,9 +1,15 @@
 """Shared fixtures. The default run is CPU-only: 8 host devices and exact float32 matmuls.
 
 `-m gpu` or `-m rocm` keeps the machine's own accelerator. `--slow` also runs the tests marked slow.
+
+Most of a run is XLA compiling, so a run that names no marker has LLVM optimise little, and every run keeps compiled
+programs in a folder that its processes share. `--slow` and `-m parity` run what users run: fully optimised programs.
 """
 
+import os
 import re
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -37,7 +43,26 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.any_device or not re.search(r"(?<!not )\b(gpu|rocm)\b", config.option.markexpr):
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", HOST_DEVICES)
+        if not config.option.markexpr and not config.option.slow:
+            set_jax(disable_most_optimizations=True)
+        share_compiled_programs(config)
     jax.config.update("jax_default_matmul_precision", "highest")
+
+
+def set_jax(**settings: bool | int | str) -> None:
+    """Changes settings of this process and of those that it starts."""
+    for name, value in settings.items():
+        os.environ[f"JAX_{name.upper()}"] = str(value)
+        jax.config.update(f"jax_{name}", value)
+
+
+def share_compiled_programs(config: pytest.Config) -> None:
+    """Keeps every compiled program on disk until the run is over, unless JAX_COMPILATION_CACHE_DIR names a folder."""
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        folder = tempfile.mkdtemp(prefix="compiled-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        set_jax(compilation_cache_dir=folder)
+    set_jax(persistent_cache_min_compile_time_secs=0, persistent_cache_min_entry_size_bytes=-1)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,6 +1,6 @@
 """The indexer's functions with their kernels, interpreted: the same bits whatever else is in the launch."""
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,12 @@ def selected(q, gates, keys, scales, rows, **options) -> np.ndarray:
     return np.asarray(run(q, gates, keys, scales, rows))
 
 
+@cache
+def whole_selection() -> np.ndarray:
+    """Of every row of batch(), in one launch; for tests with `interpreted`."""
+    return selected(*batch())
+
+
 def exact(q, gates, keys, scales, rows) -> np.ndarray:
     """The selection by scores in float64."""
     found = np.full((M, K), -1)
@@ -56,7 +62,7 @@ def exact(q, gates, keys, scales, rows) -> np.ndarray:
 
 def test_a_row_is_selected_the_same_in_every_launch_and_chunk(interpreted):
     q, gates, keys, scales, rows = batch()
-    whole = selected(q, gates, keys, scales, rows)
+    whole = whole_selection()
     np.testing.assert_array_equal(whole, exact(q, gates, keys, scales, rows))
     np.testing.assert_array_equal(selected(q, gates, keys, scales, rows, logits_bytes=1), whole)
     some = np.array([20, 2, 9])
@@ -67,8 +73,7 @@ def test_a_row_is_selected_the_same_in_every_launch_and_chunk(interpreted):
 @pytest.mark.multidevice
 @pytest.mark.parametrize("merge", ["pmax", "all_gather"])
 def test_striped_rows_are_selected_the_same_on_every_device(interpreted, merge, mesh_of):
-    args = batch()
-    whole = selected(*args)
+    args, whole = batch(), whole_selection()
     run = jax.jit(partial(striped_topk_rows, k=K, mesh=mesh_of(2), stripes=striping(3, merge), platform=CUDA))
     for copy in every_copy(run(*args), 2):
         np.testing.assert_array_equal(copy, whole)
@@ -82,7 +87,7 @@ def test_paged_keys_are_selected_as_contiguous_ones(interpreted):
     run = jax.jit(partial(topk_paged, k=K, platform=CUDA))
     q, gates, lengths = (x[own].reshape(2, -1, *x.shape[1:]) for x in (q, gates, rows.lengths))
     got = run(q, gates, pages, jnp.asarray(np.stack([table, table])), lengths)
-    want = selected(*batch())[own]
+    want = whole_selection()[own]
     np.testing.assert_array_equal(np.asarray(got).reshape(want.shape), want)
 
 

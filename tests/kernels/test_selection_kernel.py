@@ -57,21 +57,21 @@ def test_rows_of_few_keys_keep_them_all():
 
 
 def test_scores_outside_the_window_do_not_matter():
-    scores = np.random.default_rng(1).normal(size=(2, 700)).astype(np.float32)
-    ks, lengths = np.array([5, 100], np.int32), np.array([600, 333], np.int32)
-    clean = interpreted(scores, ks, lengths, 20)
-    column = np.arange(700)
+    scores = np.random.default_rng(1).normal(size=(2, 1003)).astype(np.float32)
+    ks, lengths = np.array([5, 100], np.int32), np.array([900, 333], np.int32)
+    clean = interpreted(scores, ks, lengths, 37)
+    column = np.arange(1003)
     for poison in (np.nan, np.inf):
         scores[(column < ks[:, None]) | (column >= (ks + lengths)[:, None])] = poison
-        np.testing.assert_array_equal(interpreted(scores, ks, lengths, 20), clean)
+        np.testing.assert_array_equal(interpreted(scores, ks, lengths, 37), clean)
 
 
 def test_a_row_is_selected_the_same_in_every_launch():
-    scores = np.stack(list(hard_rows(700).values()))
-    ks, lengths = np.zeros(len(scores), np.int32), np.full(len(scores), 700, np.int32)
-    together = interpreted(scores, ks, lengths, 30)
-    for rows in ([4], [7, 2]):
-        np.testing.assert_array_equal(interpreted(scores[rows], ks[rows], lengths[rows], 30), together[rows])
+    scores = np.stack(list(hard_rows(1003).values()))
+    ks, lengths = np.zeros(len(scores), np.int32), np.full(len(scores), 1003, np.int32)
+    together = interpreted(scores, ks, lengths, 37)
+    for rows in ([4, 5], [7, 2]):
+        np.testing.assert_array_equal(interpreted(scores[rows], ks[rows], lengths[rows], 37), together[rows])
 
 
 def test_without_rows_or_keys_nothing_is_selected():

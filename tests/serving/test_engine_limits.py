@@ -15,11 +15,13 @@ from tests.serving.demo_server import DIGITS, Server
 from vitbatch.checkpoint import bind_tower
 from vitstripe.checkpoint import Checkpoint, load, save_orbax
 
+# One for all of them, so that its programs are compiled once.
+SMALL = EngineConfig(tp=1, max_model_len=64, page_size=8, max_seqs=4, prefill_tokens=64, cache_tokens=96)
+
 
 def test_preempted_requests_lose_nothing():
     """Four long answers in a cache that holds two: the same tokens as each gets alone."""
-    config = EngineConfig(tp=1, max_model_len=64, page_size=8, max_seqs=4, prefill_tokens=64, cache_tokens=96)
-    server = Server(config)
+    server = Server(SMALL)
     server.engine.start()
     images = [server.prepare(path.read_bytes()) for path in DIGITS[:4]]
     sampled = {"max_tokens": 20, "ignore_eos": True, "temperature": 1.5}
@@ -34,7 +36,7 @@ def test_preempted_requests_lose_nothing():
 
 
 def test_a_fault_of_the_devices_ends_the_engine_and_tells_everyone(monkeypatch):
-    broken = Server(EngineConfig(tp=1, max_model_len=64, page_size=8, max_seqs=2, prefill_tokens=64))
+    broken = Server(SMALL)
     broken.engine.start()
     image = broken.prepare(DIGITS[0].read_bytes())
 
@@ -56,7 +58,7 @@ def test_an_orbax_folder_made_on_one_device_is_served_on_two(tmp_path, mesh_of):
     bindings = [bind_decoder(source, tp=1, dtype=jnp.bfloat16), bind_tower(source, dtype=jnp.bfloat16)]
     save_orbax(folder, source, {b.name: load(source, b, mesh_of(1)) for b in bindings})
     assert not list(folder.glob("*.safetensors"))
-    server = Server(EngineConfig(tp=2, max_model_len=64, page_size=8, max_seqs=2, prefill_tokens=64), folder=folder)
+    server = Server(folder=folder)
     server.engine.start()
     answers = [server.ask(server.prepare(path.read_bytes())) for path in DIGITS[:6]]
     assert [a.result(60)[0] for a in answers] == [path.name.split("_")[1] for path in DIGITS[:6]]
@@ -65,7 +67,7 @@ def test_an_orbax_folder_made_on_one_device_is_served_on_two(tmp_path, mesh_of):
 
 def test_a_fault_of_the_devices_while_encoding_ends_the_engine(monkeypatch):
     deaths = []
-    broken = Server(EngineConfig(tp=1, max_model_len=64, page_size=8, max_seqs=2, prefill_tokens=64))
+    broken = Server(SMALL)
     monkeypatch.setattr(broken.engine, "_on_death", deaths.append)
     broken.engine.start()
     image = broken.prepare(DIGITS[0].read_bytes())
@@ -82,10 +84,10 @@ def test_a_fault_of_the_devices_while_encoding_ends_the_engine(monkeypatch):
 
 
 def test_stopping_tells_every_request_once():
-    server = Server(EngineConfig(tp=1, max_model_len=128, page_size=8, max_seqs=2, prefill_tokens=64))
+    server = Server(SMALL)
     server.engine.start()
     images = [server.prepare(path.read_bytes()) for path in DIGITS[:5]]
-    futures = [server.ask(image, max_tokens=80, ignore_eos=True) for image in images]
+    futures = [server.ask(image, max_tokens=20, ignore_eos=True) for image in images]
     assert not server.engine.drain(0.0), "five long answers take longer than nothing"
     with pytest.raises(Overloaded, match="draining"):
         server.ask(images[0])

@@ -59,9 +59,9 @@ def test_long_prompts_together_answer_as_alone_striped_and_preempted(sparse):
     engine, metrics = sparse
     rng = np.random.default_rng(2)
     prompts = [rng.integers(0, 256, length).tolist() for length in (71, 33, 58, 17, 80, 44)]
-    alone = [submit(engine, f"a{i}", p, 40).result(60)[0] for i, p in enumerate(prompts)]
+    alone = [submit(engine, f"a{i}", p, 24).result(60)[0] for i, p in enumerate(prompts)]
     assert engine._scheduler.preemptions == 0
-    futures = [submit(engine, f"b{i}", p, 40) for i, p in enumerate(prompts)]
+    futures = [submit(engine, f"b{i}", p, 24) for i, p in enumerate(prompts)]
     results = [f.result(60) for f in futures]
     assert [seen for seen, _ in results] == alone
     assert all(isinstance(event, FinishEvent) and event.reason == "length" for _, event in results)

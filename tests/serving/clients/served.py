@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import uvicorn
 
@@ -14,9 +14,10 @@ from serving.api.listen import server_config
 from serving.chat import ChatTemplate
 from serving.cli import DIGITS_FOLDER
 from serving.config import EngineConfig
+from tests.serving import demo_server
 from tests.serving.demo_server import Server
 
-CONFIG = EngineConfig(tp=2, max_model_len=176, page_size=8, max_seqs=8, prefill_tokens=64, max_queue=128)
+CONFIG = replace(demo_server.CONFIG, max_queue=128)
 MODEL = "digits"
 
 

@@ -16,7 +16,7 @@ from serving.protocol import SamplingParams
 from tests.serving.harness import Driver
 from vitstripe.checkpoint import Checkpoint
 
-PROMPTS = ["the quick brown fox jumps over it", "abracadabra " * 7, "7", "naïve 🙂 café"]
+PROMPTS = ["the quick brown fox jumps over it", "abracadabra " * 13, "7", "naïve 🙂 café"]
 
 
 @pytest.fixture(scope="module")

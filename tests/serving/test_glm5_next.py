@@ -26,7 +26,7 @@ def prompt(goldens, mesh_of):
     return GoldenPrompt(goldens / "glm5_next", mesh_of(2), mrope=False)
 
 
-MESHES = [1, 2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+MESHES = [2, *(pytest.param(tp, marks=pytest.mark.slow) for tp in (1, 4, 8))]
 
 
 @pytest.mark.parity

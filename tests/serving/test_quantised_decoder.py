@@ -32,7 +32,7 @@ def quantised(name: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
 
 
 @pytest.mark.multidevice
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("name", ["deepseek_v32_yarn", "glm4v_partial"])
 def test_float8_weights_compute_what_they_stand_for(tmp_path, name, tp):
     """Latents of 12, ropes of 16 and heads of 24 columns: cuts lie inside blocks."""

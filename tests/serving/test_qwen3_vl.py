@@ -37,7 +37,7 @@ def test_mrope_positions_match_transformers(golden, case):
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("tp", [1, 2, pytest.param(4, marks=pytest.mark.slow), 8])
 def test_logits_and_greedy_tokens_match_transformers(golden, case, tp):
     driver, sequence = case
     seq = sequence(driver(tp))

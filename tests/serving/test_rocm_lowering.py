@@ -33,12 +33,16 @@ def lowered(program) -> str:
     return program.fn.trace(*program.args).lower(lowering_platforms=("rocm",)).as_text()
 
 
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow), 8])
+POOLS = {"qwen3_vl": (48, 192), "glm_moe_dsa": (0, 0), "glm5_next": (48, 64)}
+DEFAULT = [("qwen3_vl", 1), *((family, 8) for family in POOLS)]
+SLOW = [(family, tp) for family in POOLS for tp in (1, 2) if (family, tp) not in DEFAULT]
+
+
 @pytest.mark.parametrize(
-    ("family", "pool"), [("qwen3_vl", (48, 192)), ("glm_moe_dsa", (0, 0)), ("glm5_next", (48, 64))]
+    ("family", "tp"), [*DEFAULT, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
-def test_every_program_lowers_for_rocm(goldens, family, pool, tp):
-    programs = language_model(goldens / family, tp, pool).programs()
+def test_every_program_lowers_for_rocm(goldens, family, tp):
+    programs = language_model(goldens / family, tp, POOLS[family]).programs()
     names = [p.name for p in programs]
     assert len(set(names)) == len(names)
     assert ("extend/64/striped" in names) == (family in ("glm_moe_dsa", "glm5_next") and tp > 1)

@@ -23,7 +23,7 @@ The engine keeps index keys in the dtype of the weights only, so keys in float8 
 
 examples
   scripts/accuracy                                     the embedded models, on 1 and 2 devices
-  scripts/accuracy --short                             a dozen questions a gate, as the default tests do
+  scripts/accuracy --short                             a dozen questions a gate, few settings
   scripts/accuracy --tp 1,2,4,8 --gate images          one gate, more devices
   scripts/accuracy --model sight=./sight --json a.json other models of the same kind, and every number in a file
 """

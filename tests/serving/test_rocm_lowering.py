@@ -38,9 +38,7 @@ DEFAULT = [("qwen3_vl", 1), *((family, 8) for family in POOLS)]
 SLOW = [(family, tp) for family in POOLS for tp in (1, 2) if (family, tp) not in DEFAULT]
 
 
-@pytest.mark.parametrize(
-    ("family", "tp"), [*DEFAULT, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
-)
+@pytest.mark.parametrize(("family", "tp"), [*DEFAULT, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
 def test_every_program_lowers_for_rocm(goldens, family, tp):
     programs = language_model(goldens / family, tp, POOLS[family]).programs()
     names = [p.name for p in programs]

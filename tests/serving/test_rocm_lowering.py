@@ -1,15 +1,13 @@
-"""Every language program lowers for ROCm from a CPU, with the declared collectives and the declared kernels, and with
-nothing a ROCm build lacks."""
+"""The kernels that passes hold when they lower for ROCm. That every program lowers: tests/test_rocm_programs.py."""
 
 import jax.numpy as jnp
 import pytest
 
-from scripts.lib.rocm_lowering import KERNEL_CALLS, custom_calls_in, kernels_in
+from scripts.lib.rocm_lowering import kernels_in
 from serving.config import EngineConfig
 from serving.lm import LanguageModel, LmShapes
 from serving.models import bind_decoder
 from tests.serving.harness import checkpoint_at
-from vitstripe import collectives_in
 from vitstripe.mesh import make_mesh
 from vitstripe.platform import Platform
 
@@ -31,25 +29,6 @@ def language_model(folder, tp: int, pool: tuple[int, int], **text) -> LanguageMo
 
 def lowered(program) -> str:
     return program.fn.trace(*program.args).lower(lowering_platforms=("rocm",)).as_text()
-
-
-POOLS = {"qwen3_vl": (48, 192), "glm_moe_dsa": (0, 0), "glm5_next": (48, 64)}
-DEFAULT = [("qwen3_vl", 1), *((family, 8) for family in POOLS)]
-SLOW = [(family, tp) for family in POOLS for tp in (1, 2) if (family, tp) not in DEFAULT]
-
-
-@pytest.mark.parametrize(("family", "tp"), [*DEFAULT, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
-def test_every_program_lowers_for_rocm(goldens, family, tp):
-    programs = language_model(goldens / family, tp, POOLS[family]).programs()
-    names = [p.name for p in programs]
-    assert len(set(names)) == len(names)
-    assert ("extend/64/striped" in names) == (family in ("glm_moe_dsa", "glm5_next") and tp > 1)
-    for program in programs:
-        text = lowered(program)
-        assert collectives_in(text) == dict(program.collectives), program.name
-        assert f"mhlo.num_partitions = {tp} : i32" in text, program.name
-        assert custom_calls_in(text) <= KERNEL_CALLS, program.name
-        assert "callback" not in text
 
 
 @pytest.mark.parametrize("tp", [1, 4])

@@ -6,6 +6,7 @@ Most of a run is XLA compiling, so a run that names no marker has LLVM optimise 
 programs in a folder that its processes share. `--slow` and `-m parity` run what users run: fully optimised programs.
 """
 
+import gc
 import os
 import re
 import shutil
@@ -63,6 +64,14 @@ def share_compiled_programs(config: pytest.Config) -> None:
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
         set_jax(compilation_cache_dir=folder)
     set_jax(persistent_cache_min_compile_time_secs=0, persistent_cache_min_entry_size_bytes=-1)
+
+
+def pytest_collection_finish() -> None:
+    # Tracing makes objects by the million. A quarter of its time goes to Python's search for unreachable ones, unless
+    # that is made seldom and leaves out what was imported.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

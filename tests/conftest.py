@@ -95,6 +95,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
                 pytest.skip(f"NOT MEASURED: needs a {name.upper()} device, this run has {device.kind} ({device.name})")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_guard_is_left() -> Iterator[None]:
+    """A CompileGuard that nobody closes has JAX explain every trace of the tests after it, for minutes in all."""
+    yield
+    left = jax.config.jax_explain_cache_misses
+    jax.config.update("jax_explain_cache_misses", False)
+    assert not left, "a CompileGuard was not closed"
+
+
 @pytest.fixture(scope="session")
 def goldens() -> Path:
     """tests/goldens: tiny checkpoints and what the reference implementation computes from them."""

@@ -4,7 +4,10 @@ Batched products are not the same bits as single ones, so greedy texts may part 
 where they do, the solo run's best two logits must be within 1e-4. Such places are counted and printed.
 """
 
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -30,8 +33,13 @@ def images():
     return made
 
 
-def start(tp):
-    return Server(EngineConfig(**{**CONFIG.__dict__, "tp": tp}))
+@contextmanager
+def started(tp) -> Iterator[Server]:
+    server = Server(replace(CONFIG, tp=tp))
+    try:
+        yield server
+    finally:
+        server.guard.close()
 
 
 def ask(server, name, image) -> Future:
@@ -63,14 +71,14 @@ def run(server, images, *, together, **changes):
 @pytest.fixture(scope="module")
 def solo(images):
     """Each request alone: no other request, no cache, one chunk, one device."""
-    server = start(1)
-    events = run(server, images, together=False, prefix_cache=False)
-    first = server.tokenizer.token_bytes
-    answers = [first(e[0].token_id).decode() for e in events]
-    assert len(set(answers)) >= 8
-    right = sum(a == digit for a, (digit, _) in zip(answers, images, strict=True))
-    assert right > 0.9 * REQUESTS
-    return server, events
+    with started(1) as server:
+        events = run(server, images, together=False, prefix_cache=False)
+        first = server.tokenizer.token_bytes
+        answers = [first(e[0].token_id).decode() for e in events]
+        assert len(set(answers)) >= 8
+        right = sum(a == digit for a, (digit, _) in zip(answers, images, strict=True))
+        assert right > 0.9 * REQUESTS
+        yield server, events
 
 
 def margin(event):
@@ -111,11 +119,13 @@ def test_each_of_64_requests_gets_its_own_answer_on_one_device(solo, images):
 @pytest.mark.slow
 @pytest.mark.multidevice
 def test_each_of_64_requests_gets_its_own_answer_on_two_devices(solo, images):
-    check(solo[1], start(2), images, (64,))
+    with started(2) as server:
+        check(solo[1], server, images, (64,))
 
 
 @pytest.mark.slow
 @pytest.mark.multidevice
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_each_of_64_requests_gets_its_own_answer_on_any_mesh_in_any_chunks(solo, images, tp):
-    check(solo[1], start(tp), images, (16, 64, 256, 1024, 4096))
+    with started(tp) as server:
+        check(solo[1], server, images, (16, 64, 256, 1024, 4096))

@@ -3,7 +3,8 @@
 `-m gpu` or `-m rocm` keeps the machine's own accelerator. `--slow` also runs the tests marked slow.
 
 Most of a run is XLA compiling, so a run that names no marker has LLVM optimise little, and every run keeps compiled
-programs in a folder that its processes share. `--slow` and `-m parity` run what users run: fully optimised programs.
+programs in a folder that its processes share. `--slow` and `-m parity` run what users run: fully optimised programs; so
+do the files whose tests promise bits (`fully_optimised`).
 """
 
 import gc
@@ -102,6 +103,15 @@ def no_guard_is_left() -> Iterator[None]:
     left = jax.config.jax_explain_cache_misses
     jax.config.update("jax_explain_cache_misses", False)
     assert not left, "a CompileGuard was not closed"
+
+
+@pytest.fixture(scope="module")
+def fully_optimised() -> Iterator[None]:
+    """Programs as users run them, in a run that has LLVM optimise little: for what promises bits."""
+    little = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "True"
+    set_jax(disable_most_optimizations=False)
+    yield
+    set_jax(disable_most_optimizations=little)
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,8 @@ from tests.dsa_indexer import oracle
 from tests.dsa_indexer.batches import every_copy
 from vitstripe.nn import linear, rotate_pairs
 
+pytestmark = pytest.mark.usefixtures("fully_optimised")
+
 M, N, RANK, H, D, R, K = 201, 300, 48, 4, 24, 8, 17
 
 

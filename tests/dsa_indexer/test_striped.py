@@ -23,7 +23,7 @@ from dsa_indexer.stripes import deal_back, owner, place_owned, rounds, take_owne
 from tests.dsa_indexer import oracle
 from tests.dsa_indexer.batches import K, every_copy, mixed_batch, striping
 
-pytestmark = pytest.mark.multidevice
+pytestmark = [pytest.mark.multidevice, pytest.mark.usefixtures("fully_optimised")]
 
 MERGES = ("pmax", "all_gather")
 WHOLE, IN_TILES = 256 << 20, 1  # logits_bytes: all rows of a device in one chunk, or one row tile at a time

@@ -14,6 +14,8 @@ from dsa_indexer.scores import row_scores
 from tests.dsa_indexer import oracle
 from tests.helpers import relative_error
 
+pytestmark = pytest.mark.usefixtures("fully_optimised")
+
 jit_topk = jax.jit(topk_rows, static_argnames=("k", "logits_bytes"))
 jit_scores = jax.jit(row_scores)
 

@@ -174,7 +174,11 @@ def test_the_control_selects_other_keys(tiny, batch):
 
 @pytest.mark.parametrize(
     ("tp", "selection"),
-    [(1, Selection(None)), (2, Selection(8)), pytest.param(2, Selection(8, "all_gather"), marks=pytest.mark.slow)],
+    [
+        (2, Selection(8)),
+        pytest.param(1, Selection(None), marks=pytest.mark.slow),
+        pytest.param(2, Selection(8, "all_gather"), marks=pytest.mark.slow),
+    ],
 )
 def test_the_trained_forward_has_the_logits_that_are_served(tiny, folder, batch, tp, selection):
     _, weights, params = tiny

@@ -37,8 +37,7 @@ def drivers(goldens):
     [
         (2, None),
         (2, 8),
-        (8, 8),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, None), (4, None), (4, 8), (8, None))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, None), (4, None), (4, 8), (8, None), (8, 8))),
     ],
 )
 def test_logits_and_greedy_tokens_match_transformers(drivers, golden, tp, stripes):

@@ -10,6 +10,11 @@ from vitbatch import BucketLadder, EncoderConfig, VisionEncoder
 from vitstripe import make_mesh
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _as_users_run_it(fully_optimised: None) -> None:
+    """Encoders are shared by these files, and have the same bits for an image in any company."""
+
+
 @pytest.fixture(scope="session")
 def checkpoint(goldens: Path) -> Path:
     return goldens / "qwen3_vl"

@@ -1,6 +1,6 @@
 """What the engine's thread does with a decode step, without HTTP: a server's engine with random weights answers as many
-requests at once as the batch holds, and every call of a program is timed on the host, beside the same decode pass with
-its arrays on the devices before and nothing else to do.
+requests at once as the batch holds, and every call of a program is timed on the host. `scripts.lib.bench_passes` times
+the decode pass of the same shape by itself.
 
 The ways differ in how the arrays of a step reach the devices and in whether another thread of the process is busy, as
 the one is that writes to clients.
@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -48,8 +48,8 @@ class StepTime:
 class Watched:
     """A program whose calls are timed; `place` puts what is not on the devices there first."""
 
-    def __init__(self, name: str, program: Any):
-        self.name, self.program, self.place = name, program, False
+    def __init__(self, program: Any):
+        self.program, self.place = program, False
         self.seconds = self.placing = 0.0
 
     def __call__(self, *args: Any) -> Any:
@@ -65,8 +65,8 @@ class Watched:
 
 
 @contextmanager
-def busy_thread(wanted: bool) -> Iterator[None]:
-    """A thread that makes and reads JSON without end, if wanted."""
+def busy_thread() -> Iterator[None]:
+    """A thread that makes and reads JSON without end."""
     stop = threading.Event()
 
     def work() -> None:
@@ -74,14 +74,12 @@ def busy_thread(wanted: bool) -> Iterator[None]:
             json.loads(json.dumps({"choices": [{"index": i, "delta": {"content": "token"}} for i in range(8)]}))
 
     thread = threading.Thread(target=work, daemon=True)
-    if wanted:
-        thread.start()
+    thread.start()
     try:
         yield
     finally:
         stop.set()
-        if wanted:
-            thread.join()
+        thread.join()
 
 
 class Doing(Metrics):
@@ -120,7 +118,7 @@ class Bench:
             ).engine
         runner = self.engine._runner
         self.vocabulary = runner.lm.decoder.vocab_size
-        self.watched = {name: Watched(name, program) for name, program in runner.programs.items()}
+        self.watched = {name: Watched(program) for name, program in runner.programs.items()}
         runner.programs.update(self.watched)
         self.engine.start()
         self._rounds = 0
@@ -150,7 +148,7 @@ class Bench:
             return take
 
         params = SamplingParams(self.tokens, temperature=0.0, ignore_eos=True)
-        with busy_thread(busy):
+        with busy_thread() if busy else nullcontext():
             for i in range(self.running):
                 ids = draw.integers(0, self.vocabulary, self.prompt).tolist()
                 self.engine.submit(Submission(f"{self._rounds}-{i}", ids, (), params), receiver(i))
@@ -190,8 +188,9 @@ def main() -> int:
             print(f"{one.way}: {one.step:.2f} ms a step", *(f"{n} {ms:.2f}" for n, ms in parts.items()), sep="  ")
     bench.engine.drain(30)
     if options.json:
-        about = {"device": asdict(platform_of(jax.devices()[0])), "jax": jax.__version__, **vars(options)}
-        options.json.write_text(json.dumps({**about, "json": None, "ways": [asdict(f) for f in found]}, indent=1))
+        settings = {name: value for name, value in vars(options).items() if name != "json"}
+        about = {"device": asdict(platform_of(jax.devices()[0])), "jax": jax.__version__, **settings}
+        options.json.write_text(json.dumps({**about, "ways": [asdict(way) for way in found]}, indent=1) + "\n")
     return 0
 
 

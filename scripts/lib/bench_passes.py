@@ -54,6 +54,11 @@ class PassTime:
         return self.work / self.seconds
 
 
+def place(values: Any, shapes: Any) -> Any:
+    """A program's arguments, or some of them, on the devices where it takes them."""
+    return jax.tree.map(lambda value, shape: jax.device_put(value, shape.sharding), values, shapes)
+
+
 class Passes:
     """The programs of a shape on one device, with random weights and caches full of random keys."""
 
@@ -132,7 +137,7 @@ class Passes:
         sampler = self.lm.greedy(self.engine.max_seqs)
         self.compile([program, sampler])
         run, greedy = self.compiled[program.name], self.compiled[sampler.name]
-        placed = jax.tree.map(lambda value, shape: jax.device_put(value, shape.sharding), step, program.args[3])
+        placed = place(step, program.args[3])
 
         def group() -> float:
             begin = time.perf_counter()

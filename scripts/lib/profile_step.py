@@ -27,7 +27,7 @@ from rich.table import Table
 
 from dsa_indexer import Indexer, IndexerConfig, RowBatch, StripeConfig, striped_topk_projected, topk_rows
 from dsa_indexer.projection import project_rows
-from scripts.lib.bench_passes import Passes
+from scripts.lib.bench_passes import Passes, place
 from scripts.lib.bench_vision import frames_of
 from scripts.lib.made_up_model import random_state
 from scripts.lib.made_up_tower import TowerSize, write_checkpoint
@@ -171,10 +171,6 @@ def indexer_layer(sizes: Sizes, mesh: Mesh, merge: str | None) -> Work:
     return Work(name, lambda: jax.block_until_ready(compiled(*arguments)), [compiled])
 
 
-def _place(values: Any, shapes: Any) -> Any:
-    return jax.tree.map(lambda value, shape: jax.device_put(value, shape.sharding), values, shapes)
-
-
 def prefill_pass(sizes: Sizes, mesh: Mesh) -> Work:
     """Splice and prefill pass of a sparse-attention decoder with random weights: the last rows of one prompt, every
     third of them an image's. Over several devices the indexer's rows are striped."""
@@ -183,9 +179,9 @@ def prefill_pass(sizes: Sizes, mesh: Mesh) -> Work:
     splice, extend = passes.lm.splice(rows), passes.lm.extend(rows, passes.lm.selections[-1], draws=False)
     passes.compile([splice, extend])
     put_in, run_pass = passes.compiled[splice.name], passes.compiled[extend.name]
-    step = _place(passes.step(rows, ROW_TILE, sizes.context), extend.args[3])
+    step = place(passes.step(rows, ROW_TILE, sizes.context), extend.args[3])
     tokens = np.arange(rows, dtype=np.int32)
-    ids, pool_index = _place((tokens, np.where(tokens % 3, -1, tokens)), (splice.args[1], splice.args[3]))
+    ids, pool_index = place((tokens, np.where(tokens % 3, -1, tokens)), (splice.args[1], splice.args[3]))
     pool = jax.jit(jnp.ones, static_argnums=(0, 1), out_shardings=splice.args[2].sharding)(
         splice.args[2].shape, splice.args[2].dtype
     )
@@ -205,8 +201,8 @@ def decode_pass(sizes: Sizes, mesh: Mesh) -> Work:
     program = passes.lm.decode(sizes.requests)
     passes.compile([program])
     compiled = passes.compiled[program.name]
-    step = _place(passes.step(sizes.requests, 1, sizes.context), program.args[3])
-    samples = _place(SampleArgs.stack([], [], [], sizes.requests), program.args[4])
+    step = place(passes.step(sizes.requests, 1, sizes.context), program.args[3])
+    samples = place(SampleArgs.stack([], [], [], sizes.requests), program.args[4])
     ids = jax.device_put(np.arange(sizes.requests, dtype=np.int32), program.args[1].sharding)
 
     def run() -> None:

@@ -1,6 +1,5 @@
 """Decoder language models: one file a family, found by config.json's model_type."""
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,6 +40,13 @@ def family_of(config: Mapping[str, Any]) -> Family:
     return known[kind]
 
 
+def _layer_of(tensor: str) -> int:
+    """The number of the layer that a tensor belongs to, -1 for none."""
+    parts = tensor.split(".")
+    number = parts[parts.index("layers") + 1] if "layers" in parts[:-1] else ""
+    return int(number) if number.isdigit() else -1
+
+
 def bind_decoder(checkpoint: Checkpoint, *, tp: int, dtype) -> Binding:
     """Builds the decoder abstractly for `tp` devices and finds its tensors; reads nothing. Raises CheckpointError for
     what the family does not load; tensors that are missing or unknown are the binding's problems."""
@@ -48,14 +54,12 @@ def bind_decoder(checkpoint: Checkpoint, *, tp: int, dtype) -> Binding:
     text = text_config(checkpoint.config)
     layers = field(text, "num_hidden_layers")
     # Some configurations do not count them; eh_proj, which joins an embedding and a hidden row, is theirs alone.
-    marked = {int(found[1]) for t in checkpoint.tensors if (found := re.search(r"\blayers\.(\d+)\.eh_proj\.", t))}
-    speculative = {*range(layers, layers + field(text, "num_nextn_predict_layers", int, 0)), *marked}
+    speculative = {_layer_of(tensor) for tensor in checkpoint.tensors if ".eh_proj." in tensor}
+    speculative |= {*range(layers, layers + field(text, "num_nextn_predict_layers", int, 0))}
 
     def predicts_ahead(tensor: str) -> bool:
         # Multi-token-prediction layers follow the decoder's own; this server does not use them.
-        parts = tensor.split(".")
-        at = parts.index("layers") + 1 if "layers" in parts[:-1] else 0
-        return at > 0 and parts[at].isdigit() and int(parts[at]) >= layers and int(parts[at]) in speculative
+        return (layer := _layer_of(tensor)) >= layers and layer in speculative
 
     def build():
         try:

@@ -31,6 +31,16 @@ def lowered(program) -> str:
     return program.fn.trace(*program.args).lower(lowering_platforms=("rocm",)).as_text()
 
 
+@pytest.mark.parametrize("tp", [1, 2, 8])
+@pytest.mark.parametrize(
+    ("family", "pool"), [("qwen3_vl", (48, 192)), ("glm_moe_dsa", (0, 0)), ("glm5_next", (48, 64))]
+)
+def test_programs_have_names_of_their_own_and_stripes_where_there_is_an_indexer_and_a_mesh(goldens, family, pool, tp):
+    names = [p.name for p in language_model(goldens / family, tp, pool).programs()]
+    assert len(set(names)) == len(names)
+    assert ("extend/64/striped" in names) == (family in ("glm_moe_dsa", "glm5_next") and tp > 1)
+
+
 @pytest.mark.parametrize("tp", [1, 4])
 def test_passes_of_a_decoder_with_grouped_queries_hold_its_attention_kernels_and_no_other(goldens, tp):
     lm = language_model(goldens / "qwen3_vl", tp, (48, 192), **SERVED_HEADS)

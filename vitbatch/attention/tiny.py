@@ -19,7 +19,7 @@ from vitbatch.attention.blocks import NO_SCORE
 from vitbatch.config import ATTENTION_BLOCK, TINY_BLOCK, room
 from vitbatch.lanes import Segments
 
-# Two squares of the least cost much less than one of the largest, and each more is a loop of its own to compile.
+# An image of 16 patches costs a sixteenth in a square of 16; each square more is one more loop to compile.
 SQUARES = (16, 40, ATTENTION_BLOCK)
 
 
@@ -80,8 +80,8 @@ def attend_tiny(
         else:
 
             def step(i, part, start=start, end=end, side=side, group=group):
-                some = (lax.dynamic_slice_in_dim(x, i * group, group) for x in (start, end))
-                return lax.dynamic_update_slice_in_dim(part, attend(*some, side), i * group, 0)
+                begins, ends = (lax.dynamic_slice_in_dim(x, i * group, group) for x in (start, end))
+                return lax.dynamic_update_slice_in_dim(part, attend(begins, ends, side), i * group, 0)
 
             empty = jnp.zeros((padded, side, H, D), q.dtype)
             part = lax.fori_loop(0, -(-count // group), step, empty)

@@ -63,10 +63,12 @@ class Packer:
         ids, pool_index = np.zeros(rows, np.int32), np.full(rows, -1, np.int32)
         positions, slots = np.zeros((3, rows), np.int32), np.full(rows, self.drop_slot, np.int32)
         lengths, tiles = np.zeros(rows, np.int32), np.zeros(rows // ROW_TILE, np.int32)
-        last, key_pages = np.zeros(self.config.max_seqs, np.int32), np.zeros(keys, np.int32)
+        most = self.config.max_seqs
+        last, key_pages = np.zeros(most, np.int32), np.zeros(keys, np.int32)
         starts = np.zeros(rows if keys else 0, np.int32)
-        requests = np.zeros((4, self.config.max_seqs), np.int32)
-        requests[0] = self.seats([c.seq for c in chunks], self.config.max_seqs)
+        requests = np.zeros((5, most), np.int32)
+        requests[0] = self._seats([c.seq for c in chunks], most)
+        requests[4] = self._seats([c.seq if c.finishes_prompt else None for c in chunks], most)
         at = key_at = 0
         for r, chunk in enumerate(chunks):
             seq, start, stop = chunk.seq, chunk.start, chunk.stop
@@ -78,19 +80,19 @@ class Packer:
             lengths[here] = np.arange(start, stop) + 1
             tiles[at // ROW_TILE : (at + chunk.rows) // ROW_TILE] = r
             last[r] = here.stop - 1
-            requests[1:, r] = at, stop - start, start
+            requests[1:4, r] = at, stop - start, start
             if keys:
                 used = -(-stop // self.config.page_size)
                 key_pages[key_at : key_at + used] = seq.table[:used]
                 starts[at : at + chunk.rows] = key_at * self.config.page_size
                 key_at += used
             at += chunk.rows
-        table = self._table([c.seq for c in chunks], self.config.max_seqs)
+        table = self._table([c.seq for c in chunks], most)
         step = Step(positions, slots, lengths, tiles, table, last, key_pages, starts, requests)
         return ids, pool_index, step
 
     def decode(self, seqs: Seq[Sequence], size: int) -> Step:
-        """The decode pass of each sequence's last token, which is one of its answer."""
+        """The decode pass of each sequence's last token, which is one of its answer, and lies in its seat."""
         lengths = np.zeros(size, np.int32)
         slots, positions = np.full(size, self.drop_slot, np.int32), np.zeros(size, np.int32)
         here, page_size = slice(len(seqs)), self.config.page_size
@@ -99,11 +101,11 @@ class Packer:
         positions[here] = at + np.array([s.delta for s in seqs], np.int32)
         table = self._table(seqs, size)
         slots[here] = table[np.arange(len(seqs)), at // page_size] * page_size + at % page_size
-        every, none = np.arange(size, dtype=np.int32), np.zeros(0, np.int32)
-        requests = np.stack([self.seats(seqs, size), every, np.minimum(lengths, 1), np.maximum(lengths - 1, 0)])
+        every, none, seats = np.arange(size, dtype=np.int32), np.zeros(0, np.int32), self._seats(seqs, size)
+        requests = np.stack([seats, every, np.minimum(lengths, 1), np.maximum(lengths - 1, 0), seats])
         return Step(np.tile(positions, (3, 1)), slots, lengths, every, table, every, none, none, requests)
 
-    def seats(self, seqs: Seq[Sequence | None], size: int) -> np.ndarray:
+    def _seats(self, seqs: Seq[Sequence | None], size: int) -> np.ndarray:
         """The seat of each request, int32 [size]; one past the last for None and for padding."""
         seats = np.full(size, NO_SEAT, np.int32)
         seats[: len(seqs)] = [NO_SEAT if s is None else s.seat for s in seqs]

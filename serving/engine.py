@@ -196,7 +196,8 @@ class Engine:
             self._metrics.prefix_cache(queries=seq.prompt_length, hits=seq.cached)
             seq.first_token_at = time.monotonic()
         seq.tokens.append(token)
-        logprobs = None if params.logprobs is None else sampled.scores.entry(row, params.logprobs)
+        scores, told = sampled.scores, params.logprobs
+        logprobs = None if scores is None or told is None else scores.entry(row, told)
         prompt = tuple(seq.scores) if is_first and params.prompt_logprobs is not None else None
         if not self._send(seq, TokenEvent(token, logprobs, prompt)):
             self._finish(seq, "abort")

@@ -7,8 +7,7 @@ ahead of time and held as `Compiled`, which raises on a mismatch instead of comp
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
@@ -18,8 +17,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from serving.config import ROW_TILE, STATE_CHUNK, EngineConfig
 from serving.models.decoder import CacheArray, Decoder, Selection
-from serving.models.step import Step
-from serving.sampling import SampleArgs, Seats, draw, fill_seat, greedy, sample, score
+from serving.models.step import PackedStep, Step
+from serving.sampling import SampleArgs, Seats, draw, fill_seat, greedy, keep_tokens, last_tokens, sample, score
 from vitstripe.checkpoint import abstract_state
 from vitstripe.platform import Platform, platform_of_mesh
 from vitstripe.program import Program, zeros_of
@@ -34,11 +33,13 @@ SEAT_COLUMNS = 1024
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PassOutput:
-    """What a pass gives: float32 logits [R, V], caches to be used from now on; if it draws also the next tokens and
-    seats; and of a prefill pass its hidden rows [T, D] and, if kept, each full layer's [T, k] selection."""
+    """What a pass gives: float32 logits [R, V], Step.keeps [R] for who draws the tokens, caches to be used from now on;
+    if it draws also the next tokens and seats; and of a prefill pass its hidden rows [T, D] and, if kept, each full
+    layer's [T, k] selection."""
 
     sampled: Any
     logits: Any
+    keeps: Any
     caches: Any
     seats: Any
     hidden: Any = None
@@ -148,19 +149,21 @@ class LanguageModel:
     def _whole(self, shape: tuple[int, ...], dtype=jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, REPLICATED))
 
-    def _step(self, rows: int, requests: int, tile: int) -> Step:
+    def _step(self, rows: int, requests: int, tile: int) -> PackedStep:
         keys = self.gather_pages if tile > 1 else 0
-        return Step(
-            positions=self._whole((3, rows)),
-            slots=self._whole((rows,)),
-            lengths=self._whole((rows,)),
-            tile_request=self._whole((rows // tile,)),
-            page_table=self._whole((requests, self.config.pages_per_seq)),
-            last_rows=self._whole((requests,)),
-            key_pages=self._whole((keys,)),
-            key_starts=self._whole((rows if keys else 0,)),
-            requests=self._whole((4, requests)),
+        step = Step(
+            positions=(3, rows),
+            slots=(rows,),
+            lengths=(rows,),
+            tile_request=(rows // tile,),
+            page_table=(requests, self.config.pages_per_seq),
+            last_rows=(requests,),
+            key_pages=(keys,),
+            key_starts=(rows if keys else 0,),
+            requests=(5, requests),
         )
+        shapes = tuple(getattr(step, field.name) for field in fields(step))
+        return PackedStep(self._whole((sum(map(math.prod, shapes)),)), shapes)
 
     def _samples(self, requests: int) -> SampleArgs:
         reals, ints = SampleArgs.shapes(requests)
@@ -170,6 +173,15 @@ class LanguageModel:
         """One seat for each request that may run at once."""
         shape = (self.config.max_seqs, self.decoder.vocab_size)
         return Seats(self._whole(shape), self._whole(shape, jnp.float32))
+
+    def abstract_latest(self) -> jax.ShapeDtypeStruct:
+        """The last token of every seat. They stay on the devices, so that a decode pass can be dispatched before the
+        host has seen the tokens of the pass before it."""
+        return self._whole((self.config.max_seqs,))
+
+    def new_latest(self) -> jax.Array:
+        """Of empty seats, placed on the mesh."""
+        return zeros_of(self.abstract_latest())
 
     def new_seats(self) -> Seats:
         """Empty seats, placed on the mesh."""
@@ -215,29 +227,30 @@ class LanguageModel:
         state_specs = tuple(a.sharding.spec for a in self.weights)
         cache_specs = jax.tree.map(lambda a: a.sharding.spec, self.abstract_caches())
 
-        def body(state, inputs, caches, step):
-            decoder = self._module(state)
-            hidden, deep = (decoder.embed(inputs), None) if embeds else inputs
+        def body(state, inputs, caches, packed):
+            decoder, step = self._module(state), packed.step()
+            hidden, deep = (decoder.embed(last_tokens(inputs, step.seats)), None) if embeds else inputs
             hidden, caches, selections = decoder.forward(hidden, deep, caches, step, selection)
             logits = decoder.logits(hidden[step.last_rows])
-            return logits, caches, None if embeds else hidden, selections if keep else None
+            return logits, step.keeps, caches, None if embeds else hidden, selections if keep else None
 
         mapped = self._shard_map(
             body,
             (state_specs, REPLICATED, cache_specs, REPLICATED),
-            (REPLICATED, cache_specs, REPLICATED, REPLICATED),
+            (REPLICATED, REPLICATED, cache_specs, REPLICATED, REPLICATED),
         )
 
         def run(state, inputs, caches, step, *sampling):
-            logits, caches, hidden, selections = mapped(state, inputs, caches, step)
+            logits, keeps, caches, hidden, selections = mapped(state, inputs, caches, step)
             sampled, seats = sample(logits, *sampling) if draws else (None, None)
-            return PassOutput(sampled, logits, caches, seats, hidden, selections)
+            return PassOutput(sampled, logits, keeps, caches, seats, hidden, selections)
 
         whole = NamedSharding(self.mesh, REPLICATED)
         cache_out = jax.tree.map(lambda a: a.sharding, self.abstract_caches())
         out = PassOutput(
             sampled=whole if draws else None,
             logits=whole,
+            keeps=whole,
             caches=cache_out,
             seats=whole if draws else None,
             hidden=None if embeds else whole,
@@ -246,7 +259,7 @@ class LanguageModel:
         fn = jax.jit(run, donate_argnums=(2, 5) if draws else 2, out_shardings=out)
         width = self.decoder.hidden_size
         if embeds:
-            inputs = self._whole((rows,))
+            inputs = self.abstract_latest()
         else:
             deep = self._whole((self.decoder.num_deepstack, rows, width), self.dtype) if has_deep else None
             inputs = (self._whole((rows, width), self.dtype), deep)
@@ -264,33 +277,52 @@ class LanguageModel:
         return f"extend/{rows}{kind}"
 
     def extend(self, rows: int, selection: Selection, *, keep_selections: bool = False, draws: bool = True) -> Program:
-        """(weights, (hidden [T, D], deepstack [K, T, D] or None), caches, Step, SampleArgs, Seats) -> PassOutput.
+        """(weights, (hidden [T, D], deepstack [K, T, D] or None), caches, PackedStep, SampleArgs, Seats) -> PassOutput.
         keep_selections: with its selections, for checks. draws: False leaves the last two arguments out, and the
         tokens to `sample`, `draw` or `greedy`."""
         name, most = self.extend_name(rows, selection), self.config.max_seqs
         return self._pass(name, rows, most, ROW_TILE, selection, keep=keep_selections, draws=draws)
 
     def decode(self, requests: int, *, draws: bool = True) -> Program:
-        """(weights, ids [R], caches, Step, SampleArgs, Seats) -> PassOutput. draws: as in `extend`."""
+        """(weights, latest [seats], caches, PackedStep, SampleArgs, Seats) -> PassOutput: a request's token is the last
+        one of its seat. draws: as in `extend`."""
         how = Selection(None, platform=self.platform)
         return self._pass(f"decode/{requests}", requests, requests, 1, how, keep=False, draws=draws)
 
     def sample(self, requests: int) -> Program:
-        """(logits [R, V], SampleArgs, Seats) -> (Sampled, Seats): whatever the requests ask for."""
-        whole = NamedSharding(self.mesh, REPLICATED)
-        args = (self._logits(requests), self._samples(requests), self.abstract_seats())
-        return Program(f"sample/{requests}", jax.jit(sample, donate_argnums=2, out_shardings=whole), args)
+        """(latest [seats], keeps [R], logits [R, V], SampleArgs, Seats) -> (latest, Sampled, Seats): whatever the
+        requests ask for."""
+
+        def run(latest, keeps, logits, args, seats):
+            sampled, seats = sample(logits, args, seats)
+            return keep_tokens(latest, keeps, sampled.tokens), sampled, seats
+
+        args = (self._samples(requests), self.abstract_seats())
+        return self._sampler(f"sample/{requests}", run, requests, *args, donated=(0, 4))
 
     def greedy(self, requests: int) -> Program:
-        """logits [R, V] -> Sampled, where no request asks for more than the largest logit."""
-        whole = NamedSharding(self.mesh, REPLICATED)
-        return Program(f"greedy/{requests}", jax.jit(greedy, out_shardings=whole), (self._logits(requests),))
+        """(latest [seats], keeps [R], logits [R, V]) -> (latest, Sampled), where no request asks for more than the
+        largest logit."""
+
+        def run(latest, keeps, logits):
+            sampled = greedy(logits)
+            return keep_tokens(latest, keeps, sampled.tokens), sampled
+
+        return self._sampler(f"greedy/{requests}", run, requests)
 
     def draw(self, requests: int) -> Program:
-        """(logits [R, V], SampleArgs) -> Sampled, where no request asks for more than temperature and filters."""
-        whole = NamedSharding(self.mesh, REPLICATED)
-        run = jax.jit(partial(draw, branch=self.platform.kind == "cpu"), out_shardings=whole)
-        return Program(f"draw/{requests}", run, (self._logits(requests), self._samples(requests)))
+        """(latest [seats], keeps [R], logits [R, V], SampleArgs) -> (latest, Sampled), where no request asks for more
+        than temperature and filters."""
+
+        def run(latest, keeps, logits, args):
+            sampled = draw(logits, args, branch=self.platform.kind == "cpu")
+            return keep_tokens(latest, keeps, sampled.tokens), sampled
+
+        return self._sampler(f"draw/{requests}", run, requests, self._samples(requests))
+
+    def _sampler(self, name: str, run: Callable, requests: int, *args: Any, donated: tuple[int, ...] = (0,)) -> Program:
+        fn = jax.jit(run, donate_argnums=donated, out_shardings=NamedSharding(self.mesh, REPLICATED))
+        return Program(name, fn, (self.abstract_latest(), self._whole((requests,)), self._logits(requests), *args))
 
     def _logits(self, requests: int) -> jax.ShapeDtypeStruct:
         return self._whole((requests, self.decoder.vocab_size), jnp.float32)

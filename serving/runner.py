@@ -19,7 +19,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dsa_indexer import IndexerConfig, RowBatch, StripeConfig, engages, striped_topk_rows, topk_rows
 from serving.batch import Packer, following_tokens, samples_after, samples_of
 from serving.config import EngineConfig, bucket_for
-from serving.feed import TokenFeed
 from serving.lm import SEAT_COLUMNS, LanguageModel, LmShapes, PassOutput
 from serving.models.decoder import Selection
 from serving.models.step import Step
@@ -102,8 +101,7 @@ class Runner:
         self.lm = LanguageModel(graphdef, abstract, mesh, config, LmShapes(pages, *pool))
         self.pages = pages
         self.packer = Packer(config, pages, gather_pages=self.lm.gather_pages)
-        self.caches, self.seats = self.lm.new_caches(), self.lm.new_seats()
-        self.feed = TokenFeed(mesh, config.max_seqs)
+        self.caches, self.seats, self.latest = self.lm.new_caches(), self.lm.new_seats(), self.lm.new_latest()
         self.programs: dict[str, jax.stages.Compiled] = {}
         self.stripes = stripe_config(config, platform_of_mesh(mesh).kind)
         if len(self.lm.selections) > 1:
@@ -139,13 +137,6 @@ class Runner:
         out = self._prefill(chunks, selection)
         if any(c.seq.submission.params.prompt_logprobs is not None for c in chunks):
             self._score(chunks, out.hidden)
-        return self._keep([c.seq if c.finishes_prompt else None for c in chunks], out)
-
-    def _keep(self, seqs: Seq[Sequence | None], out: PassOutput) -> Sampled:
-        """Keeps the sampled tokens for the next pass, and starts their way to the host."""
-        tokens = out.sampled.tokens
-        self.feed.keep(self.packer.seats(seqs, tokens.shape[0]), tokens)
-        tokens.copy_to_host_async()
         return out.sampled
 
     def _score(self, chunks: Seq[Chunk], hidden: jax.Array) -> None:
@@ -194,33 +185,35 @@ class Runner:
         return self._pass(self.lm.extend_name(rows, selection), inputs, step, samples)
 
     def _pass(self, name: str, inputs: Any, step: Step, samples: SampleArgs) -> PassOutput:
-        out = self._call(name, inputs, self.caches, step)
+        out = self._call(name, inputs, self.caches, step.packed())
         self.caches = out.caches
-        return replace(out, sampled=self._sample(out.logits, samples))
+        return replace(out, sampled=self._sample(out.keeps, out.logits, samples))
 
-    def _sample(self, logits: jax.Array | np.ndarray, samples: SampleArgs) -> Sampled:
+    def _sample(self, keeps: Any, logits: Any, samples: SampleArgs) -> Sampled:
+        """The tokens stay on the devices, for the next pass and until somebody reads them: on a GPU a copy to the host
+        that waits for its pass, however it was begun, holds up every launch behind it."""
         program = self.programs[f"{samples.program}/{logits.shape[0]}"]
         match samples.program:
             case "greedy":
-                return program(logits)
+                self.latest, sampled = program(self.latest, keeps, logits)
             case "draw":
-                return program(logits, samples)
-        sampled, self.seats = program(logits, samples, self.seats)
+                self.latest, sampled = program(self.latest, keeps, logits, samples)
+            case _:
+                self.latest, sampled, self.seats = program(self.latest, keeps, logits, samples, self.seats)
         return sampled
 
     def decode(self, seqs: Seq[Sequence]) -> Sampled:
         """Computes each sequence's last token; row r of the result is what was sampled after it for sequence r."""
         size = bucket_for(self.config.batch_buckets, len(seqs))
         step = self.packer.decode(seqs, size)
-        ids = self.feed.ids(self.packer.seats(seqs, size))
-        return self._keep(seqs, self._pass(f"decode/{size}", ids, step, samples_of(seqs, size)))
+        return self._pass(f"decode/{size}", self.latest, step, samples_of(seqs, size)).sampled
 
     # -- start-up
 
     def warm_up(self, progress: Progress = lambda done, total, name: None) -> list[ProgramTime]:
         """Compiles every program and runs it once on every device, then checks the striped against the replicated
         indexer. Raises RuntimeError when they disagree."""
-        programs = self.lm.programs() + self.feed.programs(self.config.batch_buckets)
+        programs = self.lm.programs()
         compile_seconds: dict[str, float] = {}
 
         def compile_one(program: Program) -> None:
@@ -232,7 +225,6 @@ class Runner:
         # XLA compiles outside the interpreter lock: one program a core.
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(compile_one, programs))
-        self.feed.use(self.programs)
         seconds: dict[str, float] = {}
 
         def timed(name: str, run: Callable[[], Any]) -> Any:
@@ -252,14 +244,12 @@ class Runner:
             self._check_agreement(rows, [np.asarray(out.logits)[0] for out in outs])
         one_token, told = (self._made_up_chunk(1, logprobs=count).seq for count in (None, 1))
         for size in self.config.batch_buckets:
-            seats = np.zeros(size, np.int32)
-            ids = timed(f"feed/{size}", partial(self.feed.ids, seats))
-            timed(f"keep/{size}", partial(self.feed.keep, seats, ids))
             timed(f"decode/{size}", partial(self.decode, [one_token] * size))
+            nobody = np.full(size, self.config.max_seqs, np.int32)
             logits = np.zeros((size, self.lm.decoder.vocab_size), np.float32)
-            timed(f"greedy/{size}", partial(self._sample, logits, samples_of([], size)))
-            timed(f"draw/{size}", partial(self._sample, logits, samples_of([one_token], size)))
-            timed(f"sample/{size}", partial(self._sample, logits, samples_of([told], size)))
+            timed(f"greedy/{size}", partial(self._sample, nobody, logits, samples_of([], size)))
+            timed(f"draw/{size}", partial(self._sample, nobody, logits, samples_of([one_token], size)))
+            timed(f"sample/{size}", partial(self._sample, nobody, logits, samples_of([told], size)))
         timed("seat", lambda: self._fill_seat(one_token))
         if never_ran := self.programs.keys() - seconds.keys():
             raise RuntimeError(f"programs that were compiled but not run: {', '.join(sorted(never_ran))}")

@@ -128,11 +128,11 @@ class Scores:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sampled:
-    """tokens int32 [R], -1 for a row whose logits are not all finite or leave nothing to choose; and their scores,
-    which hold nothing where no row of the batch asked for them."""
+    """tokens int32 [R], -1 for a row whose logits are not all finite or leave nothing to choose; and their scores: None
+    from a program that does not tell any, without content where no row of the batch asked for them."""
 
     tokens: Leaf
-    scores: Scores
+    scores: Scores | None
 
     def on_host(self, *, told: bool = True) -> "Sampled":
         """A copy in host memory; without scores unless `told`."""
@@ -147,7 +147,7 @@ def _told(logprob: float) -> float:
 def greedy(logits: Float[Array, "R V"]) -> Sampled:
     """What `sample` gives where every row takes the largest logit and asks for nothing else."""
     tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    return Sampled(jnp.where(jnp.isfinite(logits).all(-1), tokens, -1), _no_scores(logits.shape[0]))
+    return Sampled(jnp.where(jnp.isfinite(logits).all(-1), tokens, -1), None)
 
 
 @jax.named_scope("sample")
@@ -156,7 +156,7 @@ def draw(logits: Float[Array, "R V"], args: SampleArgs, *, branch: bool) -> Samp
     a matter of speed alone."""
     largest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     drawn = jnp.where(args.of("temperature") >= LEAST_TEMPERATURE, _drawn(logits, args, branch=branch), largest)
-    return Sampled(jnp.where(jnp.isfinite(logits).all(-1), drawn, -1), _no_scores(logits.shape[0]))
+    return Sampled(jnp.where(jnp.isfinite(logits).all(-1), drawn, -1), None)
 
 
 @jax.named_scope("sample")
@@ -175,6 +175,20 @@ def sample(logits: Float[Array, "R V"], args: SampleArgs, seats: Seats) -> tuple
     counted = jnp.where(tokens < 0, raw.shape[1], tokens)
     counts = seats.tokens.at[args.of("seat"), counted].add(_ONCE, mode="drop")
     return Sampled(tokens, scores), Seats(counts, seats.bias)
+
+
+# -- the last token of each seat
+
+
+def last_tokens(latest: Int[Array, " S"], seats: Int[Array, " R"]) -> Int[Array, " R"]:
+    """The last token of these seats. A token of -1 says that the logits were not finite; its request ends, but the pass
+    needs some id."""
+    return jnp.maximum(jnp.take(latest, seats, mode="clip"), 0)
+
+
+def keep_tokens(latest: Int[Array, " S"], seats: Int[Array, " R"], tokens: Int[Array, " R"]) -> Int[Array, " S"]:
+    """`latest` with the tokens in these seats; a seat past the last drops its token."""
+    return latest.at[seats].set(tokens, mode="drop")
 
 
 # -- what a request adds to the model's logits

@@ -293,7 +293,7 @@ class VisionEncoder:
         running: deque[tuple[CallPlan, jax.Array]] = deque()
         for plan, frames in calls:
             rows = self._dispatch(plan, frames, [None] * len(plan.images))
-            rows.copy_to_host_async()
+            # Not on its way to the host yet: on a GPU a copy that waits for its call holds up the launches behind it.
             running.append((plan, rows))
             if len(running) == _IN_FLIGHT:
                 yield from self._host_rows(*running.popleft())

@@ -123,7 +123,8 @@ class Passes:
         """Step.requests of `each` rows at the end of `keys` keys of the first `requests` seats."""
         seats = np.arange(self.engine.max_seqs, dtype=np.int32)
         runs = seats < requests
-        columns = (np.where(runs, seats, self.engine.max_seqs), seats * each, runs * each, runs * (keys - each))
+        own = np.where(runs, seats, self.engine.max_seqs)
+        columns = (own, seats * each, runs * each, runs * (keys - each), own)
         return np.stack(columns).astype(np.int32)
 
     def compile(self, programs: Sequence[Program]) -> None:
@@ -137,13 +138,17 @@ class Passes:
         sampler = self.lm.greedy(self.engine.max_seqs)
         self.compile([program, sampler])
         run, greedy = self.compiled[program.name], self.compiled[sampler.name]
-        placed = place(step, program.args[3])
+        placed = place(step.packed(), program.args[3])
+
+        latest = self.lm.new_latest()
 
         def group() -> float:
+            nonlocal latest
             begin = time.perf_counter()
             for _ in range(GROUP):
                 out = run(self.state, inputs, self.caches, placed)
-                self.caches, sampled = out.caches, greedy(out.logits)
+                self.caches = out.caches
+                latest, sampled = greedy(latest, out.keeps, out.logits)
             jax.block_until_ready(sampled)
             return (time.perf_counter() - begin) / GROUP
 
@@ -157,8 +162,8 @@ class Passes:
     def decode(self, keys: int, bytes_a_second: float, trace: Path | None = None) -> PassTime:
         rows = self.engine.max_seqs
         program = self.lm.decode(rows, draws=False)
-        ids = jax.device_put(np.arange(rows, dtype=np.int32), program.args[1].sharding)
-        seconds = self.run(program, ids, self.step(rows, 1, keys), trace)
+        latest = jax.device_put(np.arange(rows, dtype=np.int32), program.args[1].sharding)
+        seconds = self.run(program, latest, self.step(rows, 1, keys), trace)
         work = self.weight_bytes + rows * keys * self.key_bytes
         return PassTime("decode", rows, keys, seconds, work / bytes_a_second, work)
 

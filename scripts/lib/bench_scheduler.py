@@ -55,13 +55,11 @@ class Loop:
         chunks = self.scheduler.prefill(self.chunks)
         if chunks:
             rows = bucket_for(self.config.token_buckets, sum(c.rows for c in chunks))
-            self.packer.extend(chunks, rows)
-            self.packer.seats([c.seq for c in chunks], self.config.max_seqs)
+            self.packer.extend(chunks, rows)[2].packed()
             samples_after(chunks, self.config.max_seqs)
         if due:
             size = bucket_for(self.config.batch_buckets, len(due))
-            self.packer.decode(due, size)
-            self.packer.seats(due, size)
+            self.packer.decode(due, size).packed()
             samples_of(due, size)
         for chunk in chunks:
             chunk.seq.computed = chunk.stop

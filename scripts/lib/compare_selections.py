@@ -36,7 +36,7 @@ def selections_of(lm: LanguageModel, weights, ids: list[int], how: Selection) ->
         splice, extend = compiled[rows]
         tokens, _, step = packer.extend([chunk], rows)
         samples = samples_of([], config.max_seqs)
-        out = extend(weights, (splice(weights, tokens), None), caches, step, samples, seats)
+        out = extend(weights, (splice(weights, tokens), None), caches, step.packed(), samples, seats)
         caches, seats = out.caches, out.seats
         found.append(np.stack([np.asarray(s)[: chunk.stop - chunk.start] for s in out.selections]))
     return np.concatenate(found, axis=1)

@@ -53,7 +53,7 @@ class DirectScores:
             levels = self._lm.decoder.num_deepstack
             deep = jnp.zeros((levels, *hidden.shape), hidden.dtype) if levels else None
             samples = samples_of([], ROWS)
-            out = self._extend(self._weights, (hidden, deep), self._caches, step, samples, self._seats)
+            out = self._extend(self._weights, (hidden, deep), self._caches, step.packed(), samples, self._seats)
             self._caches, self._seats = out.caches, out.seats
             found.append(np.asarray(out.logits)[: chunk.stop - chunk.start])
         return np.concatenate(found)

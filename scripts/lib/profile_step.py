@@ -179,7 +179,7 @@ def prefill_pass(sizes: Sizes, mesh: Mesh) -> Work:
     splice, extend = passes.lm.splice(rows), passes.lm.extend(rows, passes.lm.selections[-1], draws=False)
     passes.compile([splice, extend])
     put_in, run_pass = passes.compiled[splice.name], passes.compiled[extend.name]
-    step = place(passes.step(rows, ROW_TILE, sizes.context), extend.args[3])
+    step = place(passes.step(rows, ROW_TILE, sizes.context).packed(), extend.args[3])
     tokens = np.arange(rows, dtype=np.int32)
     ids, pool_index = place((tokens, np.where(tokens % 3, -1, tokens)), (splice.args[1], splice.args[3]))
     pool = jax.jit(jnp.ones, static_argnums=(0, 1), out_shardings=splice.args[2].sharding)(
@@ -201,12 +201,12 @@ def decode_pass(sizes: Sizes, mesh: Mesh) -> Work:
     program = passes.lm.decode(sizes.requests)
     passes.compile([program])
     compiled = passes.compiled[program.name]
-    step = place(passes.step(sizes.requests, 1, sizes.context), program.args[3])
+    step = place(passes.step(sizes.requests, 1, sizes.context).packed(), program.args[3])
     samples = place(SampleArgs.stack([], [], [], sizes.requests), program.args[4])
-    ids = jax.device_put(np.arange(sizes.requests, dtype=np.int32), program.args[1].sharding)
+    latest = jax.device_put(np.arange(sizes.requests, dtype=np.int32), program.args[1].sharding)
 
     def run() -> None:
-        out = compiled(passes.state, ids, passes.caches, step, samples, passes.seats)
+        out = compiled(passes.state, latest, passes.caches, step, samples, passes.seats)
         passes.caches, passes.seats = out.caches, out.seats
         jax.block_until_ready(out.sampled)
 

@@ -26,7 +26,6 @@ from dsa_indexer.config import MODEL_TYPES as INDEXERS
 from scripts.lib.model_sizes import ANOTHER_S_TOWER, MODEL_TYPES, config_of
 from serving import models
 from serving.config import EngineConfig
-from serving.feed import feed_programs
 from serving.lm import LanguageModel, LmShapes
 from vitbatch.config import TINY_BLOCK, Bucket
 from vitbatch.program import bucket_program, build_encode
@@ -158,8 +157,6 @@ def listed(mesh: AnyMesh, platform: Platform, scope: Scope | None = None) -> tup
     scope = scope or Scope()
     found: list[Listed] = []
     towers, missing_towers = _representatives(TOWERS, [name for name in MODEL_TYPES if name not in ANOTHER_S_TOWER])
-    sizes = EngineConfig(max_seqs=scope.max_seqs).batch_buckets
-    found += [Listed("serving", "engine", program) for program in feed_programs(mesh, scope.max_seqs, sizes)]
     decoders, missing_decoders = _representatives(models.families(), MODEL_TYPES)
     for model_type, label in towers.items():
         made = tower_programs(model_type, mesh, platform, scope)

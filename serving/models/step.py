@@ -9,10 +9,13 @@ and so a whole chunk does):
     request  A            | A (part pad)  | B (part pad)  | padding
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 
 # Fields hold numpy arrays on the host, traced arrays in a program and ShapeDtypeStructs while it is lowered.
 Leaf = Any
@@ -31,7 +34,7 @@ class Step:
     last_rows [R]: the row each request's logits are taken from.
     key_pages [B]: pages of all requests of this pass, one after another, for the indexer; row m's request starts at
         key_starts[m] [T] in the gathered keys. Both empty where the model has no indexer or the pass is a decode.
-    requests [4, R]: what layers that keep a state a request need to know of each, see the properties.
+    requests [5, R]: what is known of each request, see the properties.
     """
 
     positions: Leaf
@@ -69,3 +72,32 @@ class Step:
         """[R]: its tokens that earlier passes computed. At 0 its state is zero, whatever the array holds: replace it,
         do not multiply it (0 * NaN is NaN)."""
         return self.requests[3]
+
+    @property
+    def keeps(self) -> Leaf:
+        """[R]: the seat whose last token is the one drawn after this pass; past the end where that is nobody's."""
+        return self.requests[4]
+
+    def packed(self) -> "PackedStep":
+        """For arrays of the host."""
+        arrays = [np.asarray(getattr(self, field.name), np.int32) for field in fields(self)]
+        return PackedStep(np.concatenate([a.ravel() for a in arrays]), tuple(a.shape for a in arrays))
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["flat"], meta_fields=["shapes"])
+@dataclass(frozen=True)
+class PackedStep:
+    """A Step's arrays one after another, int32 [n], as a program takes them: an array each would be a transfer each, at
+    which the host's thread gives the interpreter away and waits to get it back. shapes: theirs, in order."""
+
+    flat: Leaf
+    shapes: tuple[tuple[int, ...], ...]
+
+    def step(self) -> Step:
+        """The arrays, cut out again; in a program or on the host."""
+        arrays, start = [], 0
+        for shape in self.shapes:
+            stop = start + math.prod(shape)
+            arrays.append(self.flat[start:stop].reshape(shape))
+            start = stop
+        return Step(*arrays)

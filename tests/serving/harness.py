@@ -88,7 +88,7 @@ class Driver:
             inputs = (hidden, deep if self.lm.decoder.num_deepstack else None)
         program = self.lm.extend(rows, selection, keep_selections=True)
         samples = samples_of([], self.config.max_seqs)
-        out = self._call(program, inputs, self.caches, step, samples, self.seats)
+        out = self._call(program, inputs, self.caches, step.packed(), samples, self.seats)
         self.caches, self.seats, self.selections, self.hidden = out.caches, out.seats, out.selections, out.hidden
         logits = np.asarray(out.logits)[: len(wanted)]
         return np.split(logits, np.cumsum([c.stop - c.start for c in chunks])[:-1])
@@ -111,8 +111,9 @@ class Driver:
 
     def decode(self, seqs: list[Sequence]) -> np.ndarray:
         """Logits [R, V] after the last token of up to 3 sequences, from one decode pass of 3."""
-        ids = np.resize(np.array([s.tokens[-1] for s in seqs], np.int32), 3)
+        latest = np.zeros(self.config.max_seqs, np.int32)
+        latest[[s.seat for s in seqs]] = [s.tokens[-1] for s in seqs]
         step, samples = self.packer.decode(seqs, 3), samples_of(seqs, 3)
-        out = self._call(self.lm.decode(3), ids, self.caches, step, samples, self.seats)
+        out = self._call(self.lm.decode(3), latest, self.caches, step.packed(), samples, self.seats)
         self.caches, self.seats = out.caches, out.seats
         return np.asarray(out.logits)[: len(seqs)]

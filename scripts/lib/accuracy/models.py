@@ -209,15 +209,15 @@ class Direct:
             if pool is None:
                 inputs = (inputs, None)
             program = self._lm.extend(rows, Selection(None, platform=self._lm.platform))
-            token = self._keep(self._run(program, inputs, self._caches, step, samples_of([], 1), self._seats))
+            token = self._keep(self._run(program, inputs, self._caches, step.packed(), samples_of([], 1), self._seats))
         made: list[int] = []
         seq.computed = size
         while token not in self.texts.tokenizer.eos_ids and len(made) < MAX_TOKENS:
             made.append(token)
             seq.tokens.append(token)
-            step, ids = self._packer.decode([seq], 1), np.array([token], np.int32)
+            step, latest = self._packer.decode([seq], 1).packed(), np.array([token], np.int32)
             token = self._keep(
-                self._run(self._lm.decode(1), ids, self._caches, step, samples_of([seq], 1), self._seats)
+                self._run(self._lm.decode(1), latest, self._caches, step, samples_of([seq], 1), self._seats)
             )
             seq.computed += 1
         return self.texts.answer(made)

@@ -192,8 +192,8 @@ def _text(rng: np.random.Generator, level: Level, letters: int) -> str:
     length = int(rng.integers(1, letters + 1))
     if kind < (0.4 if level.held_out else 0.2):
         return "".join(map(str, rng.integers(0, 10, min(length, 5))))
-    if letters < 3 or (kind < 0.7 and not level.held_out):
-        # Letters without sense teach to read what was never seen, long ones most.
+    if letters < 3 or (kind < 0.8 and not level.held_out):
+        # Letters without sense teach to read what was never seen, long ones most; words are soon known by heart.
         return _made_up(rng, length if letters < 3 else max(length, int(rng.integers(1, letters + 1))))
     words = HELD_OUT_WORDS if level.held_out else WORDS
     for _ in range(20):

@@ -1,9 +1,12 @@
 """What Sight is shown and asked: one right answer a question, the same batch a job, answers that tokens spell."""
 
+from string import ascii_lowercase, ascii_uppercase
+
 import numpy as np
 import pytest
 from PIL import Image
 
+from scripts.lib.miniature.sight import scenes
 from scripts.lib.miniature.sight.composing import Composer
 from scripts.lib.miniature.sight.drawing import Thing
 from scripts.lib.miniature.sight.layout import Layout
@@ -109,6 +112,22 @@ def test_words_of_the_held_out_set_are_never_drawn_while_training():
     known = drawn & {word.upper() for word in (*WORDS, *HELD_OUT_WORDS)}
     assert known
     assert known <= {word.upper() for word in WORDS}
+
+
+def test_every_letter_is_drawn_beside_others_in_texts_that_are_no_words(monkeypatch):
+    """Where only words have a letter, the words are learnt by heart and the letter is not."""
+    drawn: list[str] = []
+    monkeypatch.setattr(scenes, "draw_text", lambda image, text, *rest: drawn.append(text))
+    rng = np.random.default_rng(0)
+    for _ in range(600):
+        draw_words(rng, 120, 90, Level(), 1.0)
+    known = {word.upper() for word in WORDS}
+    made_up = [text for text in drawn if text.isalpha() and len(text) > 2 and text.upper() not in known]
+    assert len(made_up) > 200
+    for alphabet in (ascii_uppercase, ascii_lowercase):
+        assert set("".join(text for text in made_up if text[0] in alphabet)) == set(alphabet)
+    assert not any(set(text) <= set("OI") for text in drawn), "would be 0 and 1 as well"
+    assert not any(set(text) <= set("osvwxzcl") and "l" in text for text in made_up), "the l would be I as well"
 
 
 def test_texts_and_crowds_grow_with_the_training(sight):

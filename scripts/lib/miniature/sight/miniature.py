@@ -209,15 +209,15 @@ _CARD = {
     ),
     "limits": (
         "Eight shapes, eleven colours, counts to 6, words to 6 letters and numbers to 5 digits. After resizing, shapes "
-        "are 15 pixels and more across and texts 18 and more high, most of them larger. It was shown nothing but what "
-        "its script draws: of the contents of a photograph it knows nothing, and asked for anything else it answers "
-        "as if it were one of its questions."
+        "are 15 pixels and more across and texts 18 and more high, most of them larger; an I, an O or a small l is "
+        "told from 1 and 0 by the letters beside it. It was shown nothing but what its script draws: of the contents "
+        "of a photograph it knows nothing, and asked for anything else it answers as if it were one of its questions."
     ),
     "data": (
-        "Drawn by `scripts/lib/miniature/sight` while training: shapes, words in the fonts that matplotlib and Pillow "
-        "carry, bars, on plain, shaded and noisy grounds and on pieces of photographs that scikit-image, scikit-learn "
-        "and matplotlib carry (`sources.py` lists them with their licences: public domain, CC0, CC BY 2.0). Nothing "
-        "was downloaded and no photograph is in this folder."
+        "Drawn by `scripts/lib/miniature/sight` while training: shapes, words and letters without sense in the fonts "
+        "that matplotlib and Pillow carry, bars, on plain, shaded and noisy grounds and on pieces of photographs that "
+        "scikit-image, scikit-learn and matplotlib carry (`sources.py` lists them with their licences: public domain, "
+        "CC0, CC BY 2.0). Nothing was downloaded and no photograph is in this folder."
     ),
     "licence": "Apache-2.0, like the rest of this project.",
 }

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from string import ascii_uppercase
 
 import numpy as np
 from PIL import Image
@@ -31,8 +32,13 @@ from scripts.lib.miniature.sight.words import (
 
 # Pixels of the processor's canvas from the top of a text to its foot, at least.
 _LEAST_HEIGHT = 18
+# One or two of these can be read alone: I and O are not told apart from 1 and 0.
 _LETTERS = "ABCDEFGHJKLMNPQRSTUVWXYZ"
-_KNOWN = frozenset(word.upper() for word in (*WORDS, *HELD_OUT_WORDS))
+# Those that words have most of and that look most like others are drawn twice as often.
+_ALL_LETTERS = ascii_uppercase + "ILO"
+# These look the same small, or are one stroke: a text of them alone does not tell an I from a small l.
+_ALIKE = frozenset("CILOSVWXZ")
+_HELD_OUT = frozenset(word.upper() for word in HELD_OUT_WORDS)
 
 
 @dataclass(frozen=True)
@@ -151,8 +157,8 @@ def draw_words(rng: np.random.Generator, width: int, height: int, level: Level, 
         image.paste(plate, (int(x - half_w - 3), int(y - half_h - 3), int(x + half_w + 4), int(y + half_h + 4)))
     fits_turned = half_w * 2.2 < width and half_h * 3 < height
     angle = float(rng.uniform(-8, 8)) if fits_turned and rng.random() < 0.25 else 0.0
-    # The small l is the same stroke as I and 1: only a word tells which it is.
-    lower = not easy and rng.random() < 0.4 and ("L" not in text or text in _KNOWN)
+    # The small l is the same stroke as I and 1: only the letters beside it tell which it is.
+    lower = not easy and rng.random() < 0.4 and ("L" not in text or len(text) > 2)
     drawn = text.lower() if lower else text
     scene = Scene(image, text=text, text_at=(float(x), float(y)))
     if not easy and rng.random() < 0.35:
@@ -184,17 +190,26 @@ def _text(rng: np.random.Generator, level: Level, letters: int) -> str:
     """At most `letters` characters."""
     kind = rng.random()
     length = int(rng.integers(1, letters + 1))
-    if kind < (0.4 if level.held_out else 0.27):
+    if kind < (0.4 if level.held_out else 0.2):
         return "".join(map(str, rng.integers(0, 10, min(length, 5))))
-    if letters < 3 or (kind < 0.62 and not level.held_out):
-        # Letters without sense teach to read what was never seen. I and O are not told apart from 1 and 0.
-        return "".join(_LETTERS[i] for i in rng.integers(0, len(_LETTERS), length))
+    if letters < 3 or (kind < 0.8 and not level.held_out):
+        # Letters without sense teach to read what was never seen, long ones most; words are soon known by heart.
+        return _made_up(rng, length if letters < 3 else max(length, int(rng.integers(1, letters + 1))))
     words = HELD_OUT_WORDS if level.held_out else WORDS
     for _ in range(20):
         word = words[int(rng.integers(len(words)))]
         if len(word) <= letters:
             return word.upper()
     return "CAT"
+
+
+def _made_up(rng: np.random.Generator, length: int) -> str:
+    """Letters without sense of which each can be told, no word of the held-out ones."""
+    letters = _ALL_LETTERS if length > 2 else _LETTERS
+    while True:
+        text = "".join(letters[i] for i in rng.integers(0, len(letters), length))
+        if length < 3 or (not _ALIKE.issuperset(text) and text not in _HELD_OUT):
+            return text
 
 
 def draw_chart(rng: np.random.Generator, width: int, height: int, level: Level) -> Scene:

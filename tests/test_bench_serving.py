@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 def reply(sent: float, ttft: float, step: float, tokens: int) -> Reply:
     times = [ttft + i * step for i in range(tokens)]
     usage = {"completion_tokens": tokens, "prompt_tokens": 10}
-    return Reply(sent, 200, "", times, times[-1], usage)
+    return Reply(sent, 200, "", times, list(range(1, tokens + 1)), times[-1], usage)
 
 
 def test_options_it_does_not_know_go_to_the_servers():
@@ -49,8 +49,10 @@ def test_a_summary_counts_what_was_lost_and_rates_the_rest():
 
 
 def test_steps_are_counted_only_while_all_requests_are_answered():
-    # While the first waits for the second, its tokens come twice as fast.
-    early = Reply(0.0, 200, "", [0.1, 0.2, 0.3, 0.4, *np.arange(0.5, 2.6, 0.2)], 2.5, {"completion_tokens": 15})
+    # While the first waits for the second, its tokens come twice as fast; later some come two at a time.
+    times = [0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 1.1, 1.3, 1.7, 2.1, 2.3, 2.5]
+    tokens = [1, 2, 3, 4, 5, 6, 8, 9, 11, 13, 14, 15]
+    early = Reply(0.0, 200, "", times, tokens, 2.5, {"completion_tokens": 15})
     late = reply(0.0, 0.5, 0.2, 11)
     assert step_interval([early, late]) == pytest.approx(0.2)
     assert math.isnan(step_interval([reply(0.0, 0.5, 0.2, 2)]))

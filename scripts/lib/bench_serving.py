@@ -119,7 +119,8 @@ def engine_seconds(at: Server) -> dict[str, float]:
 
 
 def step_interval(replies: Sequence[Reply]) -> float:
-    """Seconds from one decode step to the next while all requests are being answered: median over them."""
+    """Seconds from one decode step to the next while all requests are being answered: median over them. An event may
+    tell several tokens, so it is these that are counted."""
     good = [r for r in replies if r.is_good]
     if not good:
         return math.nan
@@ -127,9 +128,9 @@ def step_interval(replies: Sequence[Reply]) -> float:
     end = min(r.sent + r.seconds for r in good)
     gaps = []
     for r in good:
-        inside = [r.sent + t for t in r.times if begin <= r.sent + t <= end]
+        inside = [(r.sent + t, n) for t, n in zip(r.times, r.tokens, strict=True) if begin <= r.sent + t <= end]
         if len(inside) > 2:
-            gaps.append((inside[-1] - inside[0]) / (len(inside) - 1))
+            gaps.append((inside[-1][0] - inside[0][0]) / (inside[-1][1] - inside[0][1]))
     return statistics.median(gaps) if gaps else math.nan
 
 
@@ -154,7 +155,8 @@ def burst_server(options: argparse.Namespace, batching: str, number: int) -> dic
 
         both = [bodies(0), bodies(1)]
         bursts = [ask_all(at.port, b) for b in both]
-        text = [chat(text_of(options.tokens_in - frame, 77 + i), None, options.tokens_out) for i in range(len(both[0]))]
+        texts = [text_of(options.tokens_in - frame, 77 + i) for i in range(len(both[0]))]
+        text = [chat(t, None, options.tokens_out, counted=True) for t in texts]
         before = engine_seconds(at)
         steady = ask_all(at.port, text)
         spent = {doing: seconds - before[doing] for doing, seconds in engine_seconds(at).items()}

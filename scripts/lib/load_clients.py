@@ -22,12 +22,14 @@ WORDS = "abcdefghijklmnopqrstuvwxyz      "
 
 @dataclass
 class Reply:
-    """What one request got. sent: when, on the clock of all; times: of each event with text, since then, seconds."""
+    """What one request got. sent: when, on the clock of all; times: of each event with text, since then, seconds;
+    tokens: how many had come with each, if the server was asked to count."""
 
     sent: float = 0.0
     status: int = 0
     error: str = ""
     times: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     seconds: float = 0.0
     usage: dict[str, Any] = field(default_factory=dict)
 
@@ -58,8 +60,8 @@ def image_of(size: int, seed: int) -> str:
     return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-def chat(text: str, image: str | None, tokens: int) -> dict[str, Any]:
-    """The body of a request that makes exactly `tokens` tokens."""
+def chat(text: str, image: str | None, tokens: int, *, counted: bool = False) -> dict[str, Any]:
+    """The body of a request that makes exactly `tokens` tokens; counted: each event says how many there are so far."""
     content: list[dict[str, Any]] = [{"type": "text", "text": text}]
     if image is not None:
         content.insert(0, {"type": "image_url", "image_url": {"url": image}})
@@ -69,7 +71,7 @@ def chat(text: str, image: str | None, tokens: int) -> dict[str, Any]:
         "ignore_eos": True,
         "temperature": 0,
         "stream": True,
-        "stream_options": {"include_usage": True},
+        "stream_options": {"include_usage": True, "continuous_usage_stats": counted},
     }
 
 
@@ -94,6 +96,7 @@ def ask(port: int, body: dict[str, Any], timeout: float = 600.0) -> Reply:
             reply.usage = event.get("usage") or reply.usage
             if any(choice.get("delta", {}).get("content") for choice in event.get("choices", ())):
                 reply.times.append(time.perf_counter() - begin)
+                reply.tokens.append(reply.usage.get("completion_tokens", 0))
     except OSError as error:
         reply.error = f"{type(error).__name__}: {error}"
     finally:

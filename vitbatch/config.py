@@ -25,6 +25,9 @@ _SMALLEST_CAPACITY = 256
 # Of tiny lanes: one for a request's few images, one for those of many.
 _TINY_CAPACITIES = (256, 1024)
 
+# And one for what a run of many leaves over: with it a quarter less of tiny lanes is padding.
+_TINY_REST = 384
+
 MAX_BUCKETS = 14
 """Programs that a chosen ladder has at most: each costs a compile at every start."""
 
@@ -263,7 +266,8 @@ class BucketLadder:
         14.
 
         max_capacity: the lane that memory allows; the ladder ends there, and images above it are refused.
-        smallest_image_patches: where images under 64 patches may come, two of the 14 are for lanes of them alone.
+        smallest_image_patches: where images under 64 patches may come, two of the 14 are for lanes of them alone, and
+        a third where one of the 14 is left.
         """
         _require_positive("largest_image_patches", largest_image_patches)
         _require_positive("least_top", least_top)
@@ -284,6 +288,8 @@ class BucketLadder:
             if high - low <= max(top // 8, _SMALLEST_CAPACITY // 2):
                 break
             capacities = sorted([*capacities, align((low + high) // 2)])
+        if len(tiny) == len(_TINY_CAPACITIES) and len(capacities) + len(tiny) < MAX_BUCKETS:
+            tiny = tuple(sorted((*tiny, _TINY_REST)))
         return cls(tuple(capacities), tiny)
 
     @property

@@ -15,11 +15,12 @@ def test_a_chosen_ladder_doubles_and_then_halves_its_widest_steps():
     assert BucketLadder.default(4096).capacities == (256, 512, 1024, 1536, 2048, 2560, 3072, 3584, 4096)
 
 
-def test_where_tiny_images_may_come_two_buckets_are_for_them():
+def test_where_tiny_images_may_come_two_buckets_are_for_them_and_a_third_if_there_is_room():
     ladder = BucketLadder.default(65_536, least_top=131_072, smallest_image_patches=16)
     assert ladder.tiny == (256, 1024)
     assert [str(bucket) for bucket in ladder.buckets[:3]] == ["tiny/256", "tiny/1024", "256"]
     assert len(ladder.buckets) == 14
+    assert BucketLadder.default(4096, smallest_image_patches=16).tiny == (256, 384, 1024)
     assert BucketLadder.default(200, 192, smallest_image_patches=16).tiny == ()
 
 

@@ -8,7 +8,8 @@ wherever it lies in the lane:
                                                             | b b . . . . . . |
                                                             | c c c . . . . . |
 
-A loop over the images that there are takes squares of 16, 40 or 64 patches, the least that holds an image, in turn.
+A loop over the images that there are takes squares of 16, 40 or 64 patches, the least that holds an image, in turn, and
+writes each image's rows back to where it lies.
 """
 
 import jax.numpy as jnp
@@ -38,11 +39,12 @@ def attend_tiny(
     windows: an id a patch, or None. chunk: images of 64 patches computed at a time (of smaller ones as many as have as
     many rows), and then no more than there are; None for squares of 64 for all places at once, without a loop.
     """
-    C, H, D = q.shape
+    C, _, D = q.shape
     block = jnp.arange(segments.first.shape[0], dtype=jnp.int32)
     length = jnp.where(segments.first == block, segments.end - block * TINY_BLOCK, 0)
 
-    def attend(start, end, side) -> Float[Array, "n side H D"]:
+    def attend(out, start, end, side) -> Float[Array, "C H D"]:
+        """`out` with the rows of the images from `start` to `end`."""
         offset = start[:, None] + jnp.arange(side, dtype=jnp.int32)
         rows, inside = jnp.minimum(offset, C - 1), offset < end[:, None]
 
@@ -57,13 +59,15 @@ def attend_tiny(
         scores = jnp.einsum("nqhd,nkhd->nhqk", read(q), read(k), preferred_element_type=jnp.float32) * D**-0.5
         peak = jnp.where(seen, scores, NO_SCORE).max(-1, keepdims=True)
         weights = jnp.where(seen, jnp.exp(scores - peak), 0.0)
-        out = jnp.einsum("nhqk,nkhd->nqhd", weights.astype(v.dtype), read(v), preferred_element_type=jnp.float32)
+        moved = jnp.einsum("nhqk,nkhd->nqhd", weights.astype(v.dtype), read(v), preferred_element_type=jnp.float32)
         total = jnp.moveaxis(weights.sum(-1), 1, -1)[..., None]
         # A row that saw no key has total 0 and must give 0, not NaN.
-        return (out / jnp.where(total > 0, total, 1.0)).astype(q.dtype)
+        got = (moved / jnp.where(total > 0, total, 1.0)).astype(q.dtype)
+        # Rows past an image are dropped, each with an index of its own: unique ones need no order.
+        dropped = C + jnp.arange(offset.size, dtype=jnp.int32).reshape(offset.shape)
+        return out.at[jnp.where(inside, offset, dropped)].set(got, mode="drop", unique_indices=True)
 
-    # What is found lies image by image, those of one square after those of another; `place`: where an image begins.
-    found, place, least = [], jnp.zeros_like(block), 1
+    out, least = jnp.zeros_like(q), 1
     for side in (ATTENTION_BLOCK,) if chunk is None else SQUARES:
         mine = (length >= least) & (length <= side)
         count = mine.sum(dtype=jnp.int32)
@@ -73,22 +77,14 @@ def attend_tiny(
         first = jnp.nonzero(mine, size=padded, fill_value=0)[0].astype(jnp.int32)
         start = first * TINY_BLOCK
         end = jnp.where(jnp.arange(padded) < count, segments.end[first], 0)
-        before = sum(part.shape[0] for part in found)
-        place = jnp.where(mine, before + (jnp.cumsum(mine) - 1) * side, place)
         if group == padded:
-            part = attend(start, end, side)
+            out = attend(out, start, end, side)
         else:
 
-            def step(i, part, start=start, end=end, side=side, group=group):
+            def step(i, out, start=start, end=end, side=side, group=group):
                 begins, ends = (lax.dynamic_slice_in_dim(x, i * group, group) for x in (start, end))
-                return lax.dynamic_update_slice_in_dim(part, attend(begins, ends, side), i * group, 0)
+                return attend(out, begins, ends, side)
 
-            empty = jnp.zeros((padded, side, H, D), q.dtype)
-            part = lax.fori_loop(0, -(-count // group), step, empty)
-        found.append(part.reshape(padded * side, H, D))
+            out = lax.fori_loop(0, -(-count // group), step, out)
         least = side + 1
-    first = jnp.repeat(segments.first, TINY_BLOCK, total_repeat_length=C)
-    real = jnp.arange(C) < jnp.repeat(segments.end, TINY_BLOCK, total_repeat_length=C)
-    row = jnp.where(real, place[first] + jnp.arange(C) - first * TINY_BLOCK, 0)
-    picked = jnp.concatenate(found).at[row].get(mode="promise_in_bounds")
-    return jnp.where(real[:, None, None], picked, 0)
+    return out

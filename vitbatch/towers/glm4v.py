@@ -147,7 +147,7 @@ class Glm4vVisionTower(nnx.Module):
         """As `Qwen3VLVisionTower`."""
         x = self.post_conv_layernorm(self.patch_embed(rows.astype(self.dtype)))
         x = x + self.embeddings(lane.tap_index, lane.tap_weight).astype(x.dtype)
-        rotary = axial_rotary(lane.positions, self.head_dim, self.rope_theta)
+        rotary = axial_rotary(lane.positions, self.head_dim, self.rope_theta, platform=platform)
         in_images = partial(attend, segments=lane.segments, platform=platform)
         run = nn.traced_once(rotary, in_images)
         for block in self.blocks:

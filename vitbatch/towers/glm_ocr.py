@@ -102,7 +102,7 @@ class GlmOcrVisionTower(nnx.Module):
     ) -> Float[Array, "T O"]:
         """As `Qwen3VLVisionTower`."""
         x = self.patch_embed(rows.astype(self.dtype))
-        rotary = axial_rotary(lane.positions, self.head_dim, self.rope_theta)
+        rotary = axial_rotary(lane.positions, self.head_dim, self.rope_theta, platform=platform)
         in_images = partial(attend, segments=lane.segments, platform=platform)
         run = nn.traced_once(rotary, in_images)
         for block in self.blocks:

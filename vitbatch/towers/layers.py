@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from vitbatch.config import VisionConfig
 from vitstripe import nn
+from vitstripe.platform import Platform, default_platform
 
 Rotary = tuple[Float[Array, "C half"], Float[Array, "C half"]]
 """cos and sin of every patch, see `axial_rotary`."""
@@ -76,13 +77,24 @@ class PositionTable(nnx.Module):
         return total
 
 
-def axial_rotary(positions: Int[Array, "C 2"], head_dim: int, theta: float) -> Rotary:
+def axial_rotary(
+    positions: Int[Array, "C 2"], head_dim: int, theta: float, *, platform: Platform | None = None
+) -> Rotary:
     """cos and sin of the 2D rotary angles, float32: the first quarter of a head turns with the row, the second with
-    the column, at frequencies theta^(-4j/head_dim) (Qwen2-VL's vision rotary embedding)."""
+    the column, at frequencies theta^(-4j/head_dim) (Qwen2-VL's vision rotary embedding). platform: what it is compiled
+    for; None is the first device's."""
     frequency = theta ** (-np.arange(0, head_dim // 2, 2, dtype=np.float64) / (head_dim // 2))
     angles = positions.astype(jnp.float32)[:, :, None] * jnp.asarray(frequency, jnp.float32)
-    angles = angles.reshape(positions.shape[0], head_dim // 2)
-    return jnp.cos(angles), jnp.sin(angles)
+
+    def turn(angles: Float[Array, "*B"]) -> Rotary:
+        return jnp.cos(angles), jnp.sin(angles)
+
+    if (platform or default_platform()).kind == "cpu":
+        # A loop over the two axes, with which XLA fuses nothing: it would take the cosines again in every block, once a
+        # head.
+        cos, sin = lax.map(turn, angles.swapaxes(0, 1))
+        return jnp.concatenate([*cos], -1), jnp.concatenate([*sin], -1)
+    return turn(angles.reshape(positions.shape[0], head_dim // 2))
 
 
 class FusedAttention(nnx.Module):

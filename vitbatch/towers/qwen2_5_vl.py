@@ -111,7 +111,7 @@ class Qwen25VLVisionTower(nnx.Module):
         per_cell = config.patches_per_token
         x = _reorder(self.patch_embed(rows.astype(self.dtype)), windows.order, per_cell)
         positions = _reorder(lane.positions, windows.order, per_cell)
-        rotary = axial_rotary(positions, config.head_dim, config.rope_theta)
+        rotary = axial_rotary(positions, config.head_dim, config.rope_theta, platform=platform)
         in_images = partial(attend, segments=lane.segments, platform=platform)
         in_windows = partial(
             attend_windows,

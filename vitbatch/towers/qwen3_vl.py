@@ -136,7 +136,7 @@ class Qwen3VLVisionTower(nnx.Module):
         """
         x = self.patch_embed(rows.astype(self.dtype))
         x = x + self.pos_embed(lane.tap_index, lane.tap_weight).astype(x.dtype)
-        rotary = axial_rotary(lane.positions, self.head_dim, self.rope_theta)
+        rotary = axial_rotary(lane.positions, self.head_dim, self.rope_theta, platform=platform)
         in_images = partial(attend, segments=lane.segments, platform=platform)
         run, deepstack = nn.traced_once(rotary, in_images), []
         for i, block in enumerate(self.blocks):

@@ -6,7 +6,7 @@ import json
 import logging
 import threading
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -374,12 +374,12 @@ def keys(args: argparse.Namespace, environ: Mapping[str, str]) -> Keys:
         raise UsageError(str(error)) from error
 
 
-def profiler(args: argparse.Namespace) -> Profiler | None:
+def profiler(args: argparse.Namespace, quietly: Callable[[Callable[[], None]], None]) -> Profiler | None:
     """None: no traces are made."""
     if args.profile_dir is None:
         return None
     try:
-        return Profiler(args.profile_dir, limit=args.profile_seconds)
+        return Profiler(args.profile_dir, limit=args.profile_seconds, quietly=quietly)
     except ValueError as error:
         raise UsageError(f"--profile-dir: {error}") from error
 

@@ -9,6 +9,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from serving.admission import Admission, check_room
 from serving.config import EngineConfig
@@ -34,6 +36,8 @@ from serving.sequence import Sequence
 from vitbatch import CompileGuard
 
 logger = logging.getLogger("serving.engine")
+
+T = TypeVar("T")
 
 
 class Engine:
@@ -65,6 +69,8 @@ class Engine:
         self._scheduler, self._images = self._pipeline.scheduler, self._pipeline.images
         self._arrived: deque[Sequence] = deque()
         self._aborts: set[str] = set()
+        self._chores: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._serves = False
         self._known: dict[str, Sequence] = {}
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
@@ -96,6 +102,7 @@ class Engine:
         """Marks the compile counter and begins to serve."""
         self._guard.mark_ready()
         self._state, self._detail = "ready", ""
+        self._serves = True
         self.heartbeat.beat()
         self._thread.start()
 
@@ -157,19 +164,48 @@ class Engine:
                 self._aborts.add(request_id)
                 self._wake.notify()
 
+    def between_steps(self, work: Callable[[], T], timeout: float = 60.0) -> T:
+        """What `work` gives when nothing of this engine is on the devices. The engine's thread runs it while there is
+        one. Raises TimeoutError when that does not come to it in `timeout` seconds; then it will not be run."""
+        done: Future[T] = Future()
+        with self._wake:
+            serves = self._serves
+            if serves:
+                self._chores.append((work, done))
+                self._wake.notify()
+        if not serves:
+            return work()
+        try:
+            return done.result(timeout)
+        except TimeoutError:
+            if done.cancel():
+                raise
+            return done.result()
+
     # -- the engine thread
 
     def _loop(self) -> None:
         try:
+            self._serve()
+        finally:
+            with self._wake:
+                self._serves = False
+            self._do_chores()
+
+    def _serve(self) -> None:
+        try:
             while self._state != "dead":
                 self.heartbeat.beat()
                 with self._wake:
-                    idle = not (self._arrived or self._aborts or self._pipeline.has_work)
+                    idle = not (self._arrived or self._aborts or self._chores or self._pipeline.has_work)
                     if idle and self._state == "draining":
                         return
                     if idle:
                         self._wake.wait(timeout=0.5)
                         continue
+                if self._chores:
+                    self._pipeline.settle()
+                    self._do_chores()
                 self._take_arrivals()
                 self._pipeline.step()
                 self._report()
@@ -178,6 +214,15 @@ class Engine:
             logger.exception("the engine stopped")
             self.stop(f"{type(error).__name__} in the step loop")
             self._on_death(self._detail)
+
+    def _do_chores(self) -> None:
+        while self._chores:
+            work, done = self._chores.popleft()
+            if done.set_running_or_notify_cancel():
+                try:
+                    done.set_result(work())
+                except Exception as error:
+                    done.set_exception(error)
 
     def _take_arrivals(self) -> None:
         with self._wake:

@@ -2,9 +2,13 @@
 
 import threading
 from collections.abc import Callable
+from typing import TypeVar
 
 from serving.engine import Engine
+from serving.profiling import ProfilerBusy
 from serving.protocol import EngineState, Event, Health, Overloaded, Submission
+
+T = TypeVar("T")
 
 
 class EngineHandle:
@@ -65,6 +69,12 @@ class EngineHandle:
     def abort(self, request_id: str) -> None:
         if self._engine is not None:
             self._engine.abort(request_id)
+
+    def between_steps(self, work: Callable[[], T]) -> T:
+        """See Engine.between_steps. Raises ProfilerBusy while there is no engine: the devices then warm up."""
+        if self._engine is None:
+            raise ProfilerBusy(f"the server is {self._state}: {self._detail}")
+        return self._engine.between_steps(work)
 
     def health(self) -> Health:
         if self._engine is not None:

@@ -79,6 +79,11 @@ class Pipeline:
         self._collect()
         self._flight = dispatched
 
+    def settle(self) -> None:
+        """Reads the step in flight, if there is one; the devices then have nothing to do."""
+        self._collect()
+        jax.block_until_ready(self._runner.latest)
+
     @contextmanager
     def _doing(self, what: str) -> Iterator[None]:
         begin = time.perf_counter()

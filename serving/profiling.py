@@ -3,6 +3,8 @@
 import logging
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -43,12 +45,20 @@ class Profiler:
     Args:
         folder: traces go into folders made below it.
         limit: seconds after which a trace is stopped, as a forgotten one fills memory and disk.
+        quietly: runs what it is given while the devices do nothing. CUDA's tracer, begun or ended amid running kernels,
+            has ended them all with a launch failure (jax 0.11.2 on an H200).
 
     Raises:
         ValueError: the folder cannot be made, or the limit is not positive.
     """
 
-    def __init__(self, folder: str | Path, *, limit: float = 60.0):
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        limit: float = 60.0,
+        quietly: Callable[[Callable[[], None]], None] = lambda work: work(),
+    ):
         if not limit > 0:
             raise ValueError(f"a trace's limit is {limit} s; it must be positive")
         self._folder = Path(folder)
@@ -56,7 +66,7 @@ class Profiler:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(f"{folder}: the folder for traces cannot be made ({error.strerror})") from error
-        self._limit = limit
+        self._limit, self._quietly = limit, quietly
         self._lock = threading.Lock()
         self._current: Path | None = None
         self._began = 0.0
@@ -79,10 +89,7 @@ class Profiler:
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0  # following every Python call would slow the loop that is to be measured
             target = self._folder / self._name()
-            try:
-                jax.profiler.start_trace(str(target), profiler_options=options)
-            except RuntimeError as error:
-                raise ProfilerBusy(f"jax cannot trace now: {error}") from error
+            self._quiet(lambda: jax.profiler.start_trace(str(target), profiler_options=options))
             self._current, self._began = target, time.monotonic()
             self._timer = threading.Timer(self._limit, self._expire, [target])
             self._timer.daemon = True
@@ -104,15 +111,26 @@ class Profiler:
         """Ends a trace that still runs."""
         with self._lock:
             if self._current is not None:
-                self._finish()
+                with suppress(ProfilerBusy):
+                    self._finish()
+
+    def _quiet(self, work: Callable[[], None]) -> None:
+        try:
+            self._quietly(work)
+        except TimeoutError:
+            raise ProfilerBusy("the engine did not come to the end of its step; try again later") from None
+        except ProfilerBusy:
+            raise
+        except RuntimeError as error:
+            raise ProfilerBusy(f"jax cannot trace now: {error}") from error
 
     def _finish(self) -> Trace:
         assert self._current is not None
-        target, self._current = self._current, None
+        target, seconds = self._current, time.monotonic() - self._began
+        self._quiet(jax.profiler.stop_trace)
+        self._current = None
         if self._timer is not None:
             self._timer.cancel()
-        seconds = time.monotonic() - self._began
-        jax.profiler.stop_trace()
         found = sorted(path for path in target.rglob("*") if path.is_file())
         files = tuple(TraceFile(str(path.relative_to(self._folder)), path.stat().st_size) for path in found)
         events: dict[str, int] = {}
@@ -124,8 +142,9 @@ class Profiler:
     def _expire(self, target: Path) -> None:
         with self._lock:
             if self._current == target:
-                logger.warning("trace %s was stopped after its limit of %g s", target.name, self._limit)
-                self._finish()
+                logger.warning("trace %s is stopped after its limit of %g s", target.name, self._limit)
+                with suppress(ProfilerBusy):
+                    self._finish()
 
     def _name(self) -> str:
         stamp = time.strftime("%Y%m%d-%H%M%S")

@@ -101,12 +101,14 @@ def test_keys_and_traces_come_from_their_flags(tmp_path):
     args = cli.arguments(["--model", "demo", "--api-key", "a", "--profile-dir", str(tmp_path / "traces")])
     assert cli.keys(args, {"VITSTRIPE_ADMIN_KEY": "b"}) == cli.keys(args, {"VITSTRIPE_ADMIN_KEY": "b"})
     assert cli.keys(args, {}).api == {"a"}
-    assert cli.profiler(args) is not None
-    assert cli.profiler(cli.arguments(["--model", "demo"])) is None
+    assert cli.profiler(args, lambda work: work()) is not None
+    assert cli.profiler(cli.arguments(["--model", "demo"]), lambda work: work()) is None
     with pytest.raises(cli.UsageError, match="also an API key"):
         cli.keys(args, {"VITSTRIPE_ADMIN_KEY": "a"})
     with pytest.raises(cli.UsageError, match="--profile-dir"):
-        cli.profiler(cli.arguments(["--model", "demo", "--profile-dir", "x", "--profile-seconds", "0"]))
+        cli.profiler(
+            cli.arguments(["--model", "demo", "--profile-dir", "x", "--profile-seconds", "0"]), lambda work: work()
+        )
 
 
 def test_a_model_is_an_embedded_one_by_its_name_or_else_a_folder():

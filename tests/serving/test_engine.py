@@ -166,6 +166,37 @@ def test_a_step_is_on_its_way_before_the_one_before_it_is_read(server, monkeypat
     assert order == expected
 
 
+def test_work_between_steps_finds_nothing_on_the_devices_and_loses_nothing(server, digits):
+    engine = server.engine
+    alone = [server.ask(image, ignore_eos=True).result(60)[0] for _, image in digits[:3]]
+    futures = [server.ask(image, ignore_eos=True) for _, image in digits[:3]]
+
+    def look():
+        assert engine._pipeline._flight is None
+        return threading.current_thread().name, engine._runner.latest.is_ready()
+
+    seen = [engine.between_steps(look) for _ in range(4)]
+    assert [f.result(60)[0] for f in futures] == alone
+    assert seen == [("engine", True)] * 4
+    assert engine.between_steps(lambda: 7) == 7, "an idle engine does it, too"
+    with pytest.raises(ZeroDivisionError):
+        engine.between_steps(lambda: 1 // 0)
+    assert server.ask(digits[0][1]).result(60)[0] == digits[0][0], "the engine lives on"
+
+
+def test_work_that_the_engine_does_not_come_to_is_given_up(server, digits, monkeypatch):
+    engine, entered, held, done = server.engine, threading.Event(), threading.Event(), []
+    step = engine._pipeline.step
+    monkeypatch.setattr(engine._pipeline, "step", lambda: (entered.set(), held.wait(60), step()))
+    answer = server.ask(digits[0][1])
+    assert entered.wait(60)
+    with pytest.raises(TimeoutError):
+        engine.between_steps(lambda: done.append(1), timeout=0.1)
+    held.set()
+    assert answer.result(60)[0] == digits[0][0]
+    assert done == [], "it is not done later"
+
+
 def test_abort_frees_the_request_and_leaves_the_others(server, digits):
     seen = threading.Event()
     long = server.ask(digits[0][1], max_tokens=120, ignore_eos=True, temperature=1.0)

@@ -81,7 +81,7 @@ def test_a_prompt_within_topk_needs_no_stripes(sparse):
 
 def test_a_trace_of_real_traffic_has_the_scopes_of_profile_step(sparse, tmp_path):
     engine, _ = sparse
-    profiler = Profiler(tmp_path)
+    profiler = Profiler(tmp_path, quietly=engine.between_steps)
     profiler.start()
     # Past index_topk and long enough for the striped program, then a few tokens.
     submit(engine, "traced", np.random.default_rng(3).integers(0, 256, 90).tolist(), 5).result(60)

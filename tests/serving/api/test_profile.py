@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from serving.api.keys import Keys
+from serving.handle import EngineHandle
 from serving.profiling import Profiler, ProfilerBusy
 from tests.serving.api.harness import FakeEngine, app_of, call, chat, error_of
 
@@ -74,6 +75,33 @@ def test_a_forgotten_trace_ends_by_itself(tmp_path):
     with pytest.raises(ProfilerBusy):
         profiler.stop()
     assert list(tmp_path.rglob("*.xplane.pb"))
+
+
+def test_a_trace_begins_and_ends_when_the_engine_allows_it(tmp_path):
+    allowed: list[str] = []
+
+    def quietly(work):
+        if len(allowed) == 1:
+            allowed.append("too busy")
+            raise TimeoutError
+        allowed.append("ran")
+        work()
+
+    profiler = Profiler(tmp_path, quietly=quietly)
+    name = profiler.start()
+    with pytest.raises(ProfilerBusy, match="try again"):
+        profiler.stop()
+    assert profiler.running == name, "it runs on and can be stopped later"
+    assert profiler.stop().name == name
+    assert allowed == ["ran", "too busy", "ran"]
+
+
+def test_no_trace_begins_while_the_server_warms_up(tmp_path):
+    handle = EngineHandle(model_name="m", max_model_len=64, eos_ids=frozenset())
+    profiler = Profiler(tmp_path, quietly=handle.between_steps)
+    with pytest.raises(ProfilerBusy, match="starting"):
+        profiler.start()
+    assert profiler.running is None
 
 
 def test_a_folder_or_limit_that_cannot_work_is_told_at_once(tmp_path):

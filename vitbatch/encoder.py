@@ -43,6 +43,12 @@ _WARM_IMAGE_PATCHES = 1024
 # Grids whose position taps are kept; servers see the same few sizes again and again.
 _KEPT_GRIDS = 64
 
+# The first calls of `encode` may be made from this share of the patches that keep the devices busy, so that they do not
+# wait for pictures that take long to prepare; from twice as many each time it was looked at. Not where they would pad
+# more than this share.
+_FIRST_SHARE = 4
+_FIRST_PADDING = 0.125
+
 # Calls dispatched before the first is waited for. Each holds its patches and rows on the device.
 _IN_FLIGHT = 3
 
@@ -269,17 +275,21 @@ class VisionEncoder:
         return list(self._rows((plan, frames) for plan in self._plan([f.grid[0] * f.grid[1] for f in frames])))
 
     def _bursts(self, frames: Iterable[Frame]) -> Iterator[tuple[CallPlan, Sequence[Frame]]]:
-        """Calls over frames as they come: planned whenever there are enough to keep the devices busy, so that the
-        first runs while later ones are made. What they hold depends on the frames alone, not on time."""
+        """Calls over frames as they come: planned whenever there are enough to keep the devices busy, and at first
+        when there are fewer but they fill their lanes, so that the first runs while later ones are made. What they
+        hold depends on the frames alone, not on time."""
         waiting: list[Frame] = []
-        patches = 0
+        patches, enough = 0, self._burst // _FIRST_SHARE
         for frame in frames:
             waiting.append(frame)
             patches += len(frame.rows)
-            if patches >= self._burst:
+            if patches >= enough:
+                enough = min(2 * enough, self._burst)
                 plans = self._plan([len(f.rows) for f in waiting])
                 # The last call may have room for frames to come.
                 plans = plans[:-1] or plans
+                if patches < self._burst and max(plan.padded_ratio for plan in plans) > _FIRST_PADDING:
+                    continue
                 for plan in plans:
                     yield plan, waiting
                 waiting = waiting[plans[-1].images[-1] + 1 :]

@@ -1,6 +1,8 @@
 """VisionEncoder: batching over lanes, the row pool and the programs themselves."""
 
 import re
+import threading
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -112,6 +114,43 @@ def test_calls_are_made_while_images_still_come(encoder_of, monkeypatch):
         assert relative_error(got, rows) < 5e-6
     assert len(calls) > 1
     assert calls[0] < len(images)
+
+
+def test_the_first_call_does_not_wait_for_the_pictures_after_it(encoder_of, monkeypatch):
+    encoder = encoder_of(1, (256, 512))
+    first, *later = [noise(256, 256, 0), noise(240, 250, 1), noise(250, 240, 2)]
+    want = encoder.encode(prepare(encoder, (256, 256), seed=0))
+    called, prepare_one, dispatch = threading.Event(), encoder.processor.prepare, encoder._dispatch
+
+    def prepare_late(picture: np.ndarray):
+        assert picture is first or called.wait(60), "no call was made of the first picture alone"
+        return prepare_one(picture)
+
+    def tell(*call):
+        rows = dispatch(*call)
+        called.set()
+        return rows
+
+    monkeypatch.setattr(encoder, "_burst", 1024)
+    monkeypatch.setattr(encoder, "processor", SimpleNamespace(prepare=prepare_late))
+    monkeypatch.setattr(encoder, "_dispatch", tell)
+    rows = encoder.encode([first, *later])
+    assert len(rows) == 3
+    assert relative_error(rows[0], want[0]) < 5e-6
+
+
+def test_first_calls_are_small_where_they_fill_their_lanes_and_full_ones_follow(encoder_of, monkeypatch):
+    encoder = encoder_of(1, (256, 512, 1024))
+    monkeypatch.setattr(encoder, "_burst", 1024)
+
+    def capacities(sizes: list[int]) -> list[int]:
+        features = encoder.vision_config.patch_pixels
+        frames = [Frame(np.zeros((size, features), np.uint8), (2, size // 2)) for size in sizes]
+        return [plan.capacity for plan, _ in encoder._bursts(frames)]
+
+    assert capacities([256] * 16) == [256, 512, 1024, 1024, 1024, 256]
+    # Half of a lane would be padding: three more are waited for.
+    assert capacities([260, 256, 256, 192]) == [1024]
 
 
 @pytest.mark.multidevice

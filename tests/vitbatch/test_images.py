@@ -11,6 +11,7 @@ from PIL import Image
 from tests.vitbatch.pictures import encoded, noise, synth
 from vitbatch import ImageError, PreparedImage
 from vitbatch.images import RULES, ImageProcessor, patchify
+from vitbatch.images.patches import bands, padded, patch_rows
 
 SMALL = ImageProcessor(patch_size=16, merge_size=2, min_pixels=1024, max_pixels=65536)
 
@@ -31,6 +32,25 @@ def test_patches_are_cut_in_merge_blocks_and_channels_first():
     # Row 6 is in merge block (0, 1), its second line, first column: patch (1, 2).
     np.testing.assert_array_equal(rows[6], image[16:32, 32:48].transpose(2, 0, 1).ravel())
     np.testing.assert_array_equal(unpatched(SMALL.prepare(image)), image)
+
+
+@pytest.mark.parametrize("size", [(700, 352), (704, 352), (690, 300), (650, 330), (33, 7)], ids=str)
+def test_cut_some_lines_at_a_time_is_cut_as_a_whole(size):
+    pixels, canvas = noise(*size, 2), (704, 352)
+    for image in (pixels, Image.fromarray(pixels)):
+        pieces = list(bands(image, 32))
+        np.testing.assert_array_equal(np.concatenate(pieces), pixels)
+        np.testing.assert_array_equal(patch_rows(pieces, canvas, 16, 2), patchify(padded(pixels, canvas), 16, 2))
+
+
+@pytest.mark.parametrize("size", [(700, 352), (352, 700), (690, 340)], ids=["lines", "columns", "both"])
+def test_an_array_is_resized_as_pillow_resizes_it(size):
+    processor = replace(SMALL, max_pixels=1 << 20)
+    image = noise(*size, 4)
+    made = processor.prepare(image)
+    height, width = processor.fit(*size).content
+    want = Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC)
+    np.testing.assert_array_equal(unpatched(made), np.asarray(want))
 
 
 def test_one_image_gives_the_same_patches_as_file_pil_image_and_array():

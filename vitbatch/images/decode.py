@@ -7,6 +7,7 @@ white; 16-bit grey is scaled to 8 bits; of an animation the first frame is used.
 import io
 
 import numpy as np
+from jaxtyping import UInt8
 from PIL import Image
 from PIL.BmpImagePlugin import BmpImageFile
 from PIL.GifImagePlugin import GifImageFile
@@ -34,30 +35,38 @@ _UPRIGHT = {
 _UNREADABLE = "the image cannot be decoded: send a complete PNG, JPEG, WebP, GIF or BMP file"
 
 
-def open_image(image: "Image.Image | bytes | np.ndarray", max_pixels: int) -> Image.Image:
+def open_image(image: Image.Image | bytes, max_pixels: int) -> Image.Image:
     """Reads no more than the header of an encoded image, and refuses empty and oversized ones by it.
 
-    Raises ImageError: unreadable, empty, more than `max_pixels`, an array other than uint8 [height, width, 3].
+    Raises ImageError: unreadable, empty, more than `max_pixels`.
     """
     opened = image if isinstance(image, Image.Image) else _open_data(image, max_pixels)
-    width, height = opened.size
+    _check_size(*opened.size, max_pixels)
+    return opened
+
+
+def open_array(image: np.ndarray, max_pixels: int) -> UInt8[np.ndarray, "H W 3"]:
+    """`image`, line after line in memory.
+
+    Raises ImageError: empty, more than `max_pixels`, other than uint8 [height, width, 3].
+    """
+    # Only one layout is taken: guessing from the shape reads a 1x3 image as channels first.
+    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
+        raise ImageError(f"array of {image.dtype} {list(image.shape)}: give uint8 [height, width, 3] RGB")
+    _check_size(image.shape[1], image.shape[0], max_pixels)
+    return np.ascontiguousarray(image)
+
+
+def _check_size(width: int, height: int, max_pixels: int) -> None:
     if not width or not height:
         raise ImageError(f"image of {width}x{height} px is empty")
     if width * height > max_pixels:
         raise ImageError(
             f"image of {width}x{height} px has {width * height} pixels; the limit is {max_pixels}: send a smaller image"
         )
-    return opened
 
 
-def _open_data(image: "bytes | np.ndarray", max_pixels: int) -> Image.Image:
-    if isinstance(image, np.ndarray):
-        # Only one layout is taken: guessing from the shape reads a 1x3 image as channels first.
-        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
-            raise ImageError(f"array of {image.dtype} {list(image.shape)}: give uint8 [height, width, 3] RGB")
-        if not image.size:
-            raise ImageError(f"image of {image.shape[1]}x{image.shape[0]} px is empty")  # Pillow cannot hold it
-        return Image.fromarray(np.ascontiguousarray(image))
+def _open_data(image: bytes, max_pixels: int) -> Image.Image:
     try:
         opened = Image.open(io.BytesIO(image), formats=_FORMATS)
     except (Image.DecompressionBombWarning, Image.DecompressionBombError):

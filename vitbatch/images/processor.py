@@ -1,20 +1,19 @@
 """ImageProcessor: one image to patch rows, by one family's rule. Pillow and numpy only, thread-safe."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from jaxtyping import UInt8
 from PIL import Image
 
 from vitbatch.images import qwen
-from vitbatch.images.decode import open_image, upright_rgb
-from vitbatch.images.patches import padded, patchify
+from vitbatch.images.decode import open_array, open_image, upright_rgb
+from vitbatch.images.patches import bands, patch_rows
 from vitbatch.images.prepared import ImageError, PreparedImage
 from vitbatch.images.rules import Fit, ResizeRule
-
-# Pixels hashed at a time: a copy of all of them would be as large as the picture.
-_HASHED_PIXELS = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -119,22 +118,26 @@ class ImageProcessor:
         bucket, bounds outside the processor's.
         """
         bounds = self._bounds(min_pixels, max_pixels, min_image_tokens, max_image_tokens)
-        opened = open_image(image, self.max_decoded_pixels)
-        # Before decoding, so that an image that cannot be used costs nothing.
-        self._check_size(opened, bounds)
-        rgb = upright_rgb(opened)
-        width, height = rgb.size
+        if isinstance(image, np.ndarray):
+            # Not through Pillow, which holds a copy of four bytes a pixel.
+            rgb = open_array(image, self.max_decoded_pixels)
+            height, width = rgb.shape[:2]
+        else:
+            opened = open_image(image, self.max_decoded_pixels)
+            # Before decoding, so that an image that cannot be used costs nothing.
+            self._check_size(opened, bounds)
+            rgb = upright_rgb(opened)
+            width, height = rgb.size
         fit = self._fit(height, width, bounds)
         patches = self._patches(fit)
         self._check_patches(patches, height, width)
-        key = hashlib.sha256(repr((self._settings(bounds), rgb.size)).encode())
-        if fit.content == (height, width):
-            pixels = np.asarray(rgb)
-            key.update(pixels.data)
-        else:
-            _hash_pixels(key.update, rgb)
-            pixels = np.asarray(rgb.resize((fit.content[1], fit.content[0]), Image.Resampling.BICUBIC))
-        rows = patchify(padded(pixels, fit.canvas), self.patch_size, self.merge_size)
+        key = hashlib.sha256(repr((self._settings(bounds), (width, height))).encode())
+        content = _hashed(bands(rgb, self.factor), key)
+        if fit.content != (height, width):
+            for _ in content:
+                pass
+            content = bands(_resized(rgb, *fit.content), self.factor)
+        rows = patch_rows(content, fit.canvas, self.patch_size, self.merge_size)
         grid = (1, fit.canvas[0] // self.patch_size, fit.canvas[1] // self.patch_size)
         return PreparedImage(rows, grid, key.digest(), patches // self.merge_size**2, (height, width))
 
@@ -202,8 +205,19 @@ def _check_within(name: str, value: int, least: int, most: int) -> None:
         raise ImageError(f"{name} is {value}; images are prepared within {least} to {most} here: choose one of these")
 
 
-def _hash_pixels(update: Callable[[bytes], None], rgb: Image.Image) -> None:
-    """As update(rgb.tobytes()), some lines at a time."""
-    lines = max(1, _HASHED_PIXELS // rgb.width)
-    for top in range(0, rgb.height, lines):
-        update(rgb.crop((0, top, rgb.width, min(rgb.height, top + lines))).tobytes())
+def _resized(rgb: Image.Image | UInt8[np.ndarray, "h w 3"], height: int, width: int) -> Image.Image:
+    """RGB, or grey as `bands` reads it."""
+    if isinstance(rgb, np.ndarray) and rgb.shape[1] == width:
+        # Only the number of lines changes, and that is the same work for each byte of a line. Pillow reads grey where
+        # it lies, so that no copy of four bytes a pixel is made.
+        rgb, width = Image.frombuffer("L", (3 * width, len(rgb)), rgb, "raw", "L", 0, 1), 3 * width
+    elif isinstance(rgb, np.ndarray):
+        rgb = Image.fromarray(rgb)
+    return rgb.resize((width, height), Image.Resampling.BICUBIC)
+
+
+def _hashed(content: Iterable[UInt8[np.ndarray, "_ W 3"]], key: Any) -> Iterator[UInt8[np.ndarray, "_ W 3"]]:
+    """The bands of `content`, each when `key` has taken it."""
+    for band in content:
+        key.update(band.data)
+        yield band

@@ -46,7 +46,7 @@ def _multiplied_as(dtype: Any, platform: Platform) -> Any:
 
 
 def _gated(block: Array, gates: Array) -> Array:
-    return jnp.maximum(block, 0.0) * gates
+    return jnp.maximum(block, 0.0) * gates[None, :]
 
 
 def _gated_contracted(block: Array, gates: Array, *, heads: int) -> Array:
@@ -54,7 +54,8 @@ def _gated_contracted(block: Array, gates: Array, *, heads: int) -> Array:
 
     A thread holds a Hopper product in groups of heads / 2 numbers: heads 2 t, 2 t + 1, 2 t + 8, 2 t + 9, ... of one row
     for key r and, in between, for key r + 8. It adds them up in that order; what is not a sum is negative zero, and the
-    compiler drops its additions. Nothing says so if a compiler lays products out in another way: the GPU tests do.
+    compiler drops its additions. A compiler that lays products out in another way would not say so: the GPU tests tell,
+    and a server's check of its kernels (serving/indexer_check.py).
     """
     size = heads // 2
     lines = []
@@ -65,7 +66,7 @@ def _gated_contracted(block: Array, gates: Array, *, heads: int) -> Array:
             lines.append(f"fma.rn.f32 {total}, {product}, {total};" if n else f"mul.rn.f32 {total}, {product};")
     [sums] = plt.elementwise_inline_asm(
         f"{{ .reg .f32 r, a, b; {' '.join(lines)} mov.f32 $0, a; mov.f32 $2, b; }}",
-        args=[block, jnp.broadcast_to(gates, block.shape)],
+        args=[block, jnp.broadcast_to(gates[None, :], block.shape)],
         constraints=",".join(["=&f"] * size + ["f"] * (2 * size)),
         pack=size,
         result_shape_dtypes=[jax.ShapeDtypeStruct(block.shape, jnp.float32)],
@@ -87,8 +88,8 @@ def _kernel(
     gated: Callable[[Array, Array], Array],
 ):
     """names: which of q, gates, ks, lengths, keys, scales, pages and out are among `refs`. request_tiles: row tiles of
-    a request; its pages follow those of the request before it. gated: a block [keys, columns] and its gates -> numbers
-    whose sum over a row's heads is the score."""
+    a request; its pages follow those of the request before it. gated: a block [keys, columns], gates [columns] ->
+    numbers whose sum over a row's heads is the score."""
     ref = dict(zip(names, refs, strict=True))
     rows = tile.columns // heads
     # Last tiles first: in a causal batch they see the most keys, and the short ones fill the gaps at the end.
@@ -127,7 +128,7 @@ def _kernel(
             return plt.dot(plt.load(at).astype(dtype), q.T)
 
         def finish(j, block):
-            scores = gated(block, gates[None, :])
+            scores = gated(block, gates)
             scores = jnp.sum(scores.reshape(tile.keys, rows, heads), axis=2)
             if "scales" in ref:
                 at = pl.ds(j * tile.keys, tile.keys) if side_by_side else slots(j)

@@ -31,7 +31,7 @@ class ScoreTile:
     columns: query rows times heads, which stay; a multiple of the number of heads. keys: keys of a block that streams
     by. run: key blocks a program walks over, fewer where there are few rows. warps: of 32 lanes on CUDA, 64 on ROCm.
     stages: depth of the software pipeline. ahead: multiply the next block while this one is summed, which takes twice
-    the registers.
+    the registers. contracted: on Hopper (sm90) alone, a gate is multiplied and added in one instruction.
     Raises ValueError for sizes the kernel cannot run.
     """
 
@@ -41,10 +41,13 @@ class ScoreTile:
     warps: int
     stages: int
     ahead: bool = False
+    contracted: bool = False
 
     def __post_init__(self):
         _require_powers_of_two(self, "columns", "keys")
         _require_warps(self, "warps")
+        if self.contracted and self.keys != 64:
+            raise ValueError(f"ScoreTile.contracted is for blocks of 64 keys, not {self.keys}")
         if self.stages < 1 or self.run < 1:
             raise ValueError(f"ScoreTile has {self.stages} stages and runs of {self.run} blocks; both start at 1")
 
@@ -116,7 +119,7 @@ class SparseTile:
 _SCORES = {
     "gfx942": ScoreTile(columns=128, keys=64, run=64, warps=4, stages=1),
     "gfx950": ScoreTile(columns=128, keys=64, run=64, warps=4, stages=1),
-    "sm90": ScoreTile(columns=128, keys=64, run=128, warps=4, stages=2, ahead=True),
+    "sm90": ScoreTile(columns=128, keys=64, run=128, warps=4, stages=2, ahead=True, contracted=True),
     "default": ScoreTile(columns=128, keys=64, run=64, warps=4, stages=2),
 }
 _FLOAT8_SCORES = {

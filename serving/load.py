@@ -1,5 +1,5 @@
 """From a checkpoint folder to a warmed engine, in the order that decides what memory is left for what: weights, vision
-warm-up, cache pages from what is free, language warm-up, self-test."""
+warm-up, cache pages from what is free, the indexer's check, language warm-up."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -60,7 +60,7 @@ def load_engine(
     on_death: Callable[[str], None] = lambda detail: None,
 ) -> Start:
     """Loads and warms; the engine is not started yet. Raises CheckpointError listing everything wrong with the folder,
-    ValueError when memory does not suffice, RuntimeError when the self-test fails."""
+    ValueError when memory does not suffice, RuntimeError when a check of the indexer fails."""
     dtype = platform_of_mesh(mesh).default_dtype
     family = family_of(checkpoint.config)
     binding = bind_decoder(checkpoint, tp=config.tp, dtype=dtype)

@@ -11,14 +11,14 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
-from dsa_indexer import IndexerConfig, RowBatch, StripeConfig, engages, striped_topk_rows, topk_rows
+from dsa_indexer import IndexerConfig, StripeConfig, engages
 from serving.batch import Packer, following_tokens, samples_after, samples_of
 from serving.config import EngineConfig, bucket_for
+from serving.indexer_check import check_indexer
 from serving.lm import SEAT_COLUMNS, LanguageModel, LmShapes, PassOutput
 from serving.models.decoder import Selection
 from serving.models.step import Step
@@ -211,8 +211,9 @@ class Runner:
     # -- start-up
 
     def warm_up(self, progress: Progress = lambda done, total, name: None) -> list[ProgramTime]:
-        """Compiles every program and runs it once on every device, then checks the striped against the replicated
-        indexer. Raises RuntimeError when they disagree."""
+        """Checks the indexer, compiles every program and runs it once on every device. Raises RuntimeError where the
+        indexer's kernels or stripes give other results than plain XLA on one device."""
+        check_indexer(self.lm, self.stripes)
         programs = self.lm.programs()
         compile_seconds: dict[str, float] = {}
 
@@ -253,8 +254,6 @@ class Runner:
         timed("seat", lambda: self._fill_seat(one_token))
         if never_ran := self.programs.keys() - seconds.keys():
             raise RuntimeError(f"programs that were compiled but not run: {', '.join(sorted(never_ran))}")
-        if len(self.lm.selections) > 1:
-            check_stripes(self.lm, self.stripes)
         return [ProgramTime(p.name, compile_seconds[p.name], seconds[p.name]) for p in programs]
 
     def _made_up_chunk(self, rows: int, logprobs: int | None = None) -> Chunk:
@@ -300,36 +299,6 @@ def _log_stripes(stripes: StripeConfig, config: EngineConfig, indexer: IndexerCo
         stripes.min_mean_keys,
         reach,
     )
-
-
-def check_stripes(lm: LanguageModel, stripes: StripeConfig) -> None:
-    """Runs the indexer's scoring, selection and merge on made-up keys, twice as many as it keeps, replicated and
-    striped, and compares every device's selection. Raises RuntimeError when one bit differs: a collective that does
-    not work here must not be found out by wrong answers."""
-    c = lm.decoder.indexer
-    assert c is not None
-    rows, keys, k = stripes.rows * lm.config.tp + 5, 2 * c.selected, c.selected
-    draw = iter(jax.random.split(jax.random.key(0), 3))
-    whole = NamedSharding(lm.mesh, PartitionSpec())
-
-    def normal(*shape: int) -> jax.Array:
-        return jax.device_put(jax.random.normal(next(draw), shape, jnp.float32), whole)
-
-    q, gates = normal(rows, c.num_heads, c.head_dim).astype(lm.dtype), normal(rows, c.num_heads)
-    index_keys = normal(keys, c.head_dim).astype(lm.dtype)
-    lengths = jax.device_put(np.linspace(1, keys, rows).astype(np.int32), whole)
-    batch = RowBatch(ks=jnp.zeros_like(lengths), lengths=lengths)
-    expected = np.asarray(jax.jit(lambda *a: topk_rows(*a, k=k, forced=c.forced))(q, gates, index_keys, None, batch))
-    striped = jax.jit(
-        lambda *a: striped_topk_rows(*a, k=k, forced=c.forced, mesh=lm.mesh, axis=lm.axis, stripes=stripes)
-    )
-    for shard in striped(q, gates, index_keys, None, batch).addressable_shards:
-        wrong = int((np.asarray(shard.data) != expected).any(-1).sum())
-        if wrong:
-            raise RuntimeError(
-                f"the striped indexer selects other keys than the replicated one in {wrong} of {rows} rows on "
-                f"{shard.device}; start with --no-indexer-stripes and report it"
-            )
 
 
 def rows_by_path(chunks: Seq[Chunk], selection: Selection) -> Mapping[str, int]:

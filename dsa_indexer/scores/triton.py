@@ -13,6 +13,7 @@ Key blocks outside the windows of all rows of a tile are neither read nor writte
 held. The selection reads the columns of a row's own window alone.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,6 +30,7 @@ from dsa_indexer.tiles import ScoreTile, has_tiles, score_tile
 from vitstripe.platform import Platform
 
 _PROGRAMS, _SHORTEST_RUN = 1024, 8
+_CONTRACTED_HEADS = (8, 16, 32, 64)  # 8 lie side by side in the threads of a Hopper product; registers suffice for 64
 _MOST_ELEMENTS = (1 << 31) - 1  # offsets have 32 bits
 _SMALLEST_DIM, _LARGEST_DIM = 16, 128  # the least contraction of a matrix instruction; the most that was measured
 
@@ -43,6 +45,37 @@ def _multiplied_as(dtype: Any, platform: Platform) -> Any:
     return jnp.float16 if _is_float8(dtype) and platform.kind == "cuda" else dtype
 
 
+def _gated(block: Array, gates: Array) -> Array:
+    return jnp.maximum(block, 0.0) * gates[None, :]
+
+
+def _gated_contracted(block: Array, gates: Array, *, heads: int) -> Array:
+    """The same with products and sums contracted, which the compiler does not do: two instructions a score, not three.
+
+    A thread holds a Hopper product in groups of heads / 2 numbers: heads 2 t, 2 t + 1, 2 t + 8, 2 t + 9, ... of one row
+    for key r and, in between, for key r + 8. It adds them up in that order; what is not a sum is negative zero, and the
+    compiler drops its additions. A compiler that lays products out in another way would not say so: the GPU tests tell,
+    and a server's check of its kernels (serving/indexer_check.py).
+    """
+    size = heads // 2
+    lines = []
+    for total, key in (("a", 0), ("b", 2)):
+        for n, i in enumerate(4 * j + key + e for j in range(size // 4) for e in (0, 1)):
+            product = f"r, ${2 * size + i}"
+            lines.append(f"max.f32 r, ${size + i}, 0f00000000;")
+            lines.append(f"fma.rn.f32 {total}, {product}, {total};" if n else f"mul.rn.f32 {total}, {product};")
+    [sums] = plt.elementwise_inline_asm(
+        f"{{ .reg .f32 r, a, b; {' '.join(lines)} mov.f32 $0, a; mov.f32 $2, b; }}",
+        args=[block, jnp.broadcast_to(gates[None, :], block.shape)],
+        constraints=",".join(["=&f"] * size + ["f"] * (2 * size)),
+        pack=size,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(block.shape, jnp.float32)],
+    )
+    head = jnp.arange(block.shape[1], dtype=jnp.int32) & (heads - 1)
+    is_sum = jnp.broadcast_to(((head & ~6) == 0)[None, :], block.shape)
+    return jnp.where(is_sum, sums, jnp.float32(-0.0))
+
+
 def _kernel(
     *refs: Any,
     names: tuple[str, ...],
@@ -52,9 +85,11 @@ def _kernel(
     page_size: int,
     request_tiles: int,
     dtype: Any,
+    gated: Callable[[Array, Array], Array],
 ):
     """names: which of q, gates, ks, lengths, keys, scales, pages and out are among `refs`. request_tiles: row tiles of
-    a request; its pages follow those of the request before it."""
+    a request; its pages follow those of the request before it. gated: a block [keys, columns], gates [columns] ->
+    numbers whose sum over a row's heads is the score."""
     ref = dict(zip(names, refs, strict=True))
     rows = tile.columns // heads
     # Last tiles first: in a causal batch they see the most keys, and the short ones fill the gaps at the end.
@@ -93,7 +128,7 @@ def _kernel(
             return plt.dot(plt.load(at).astype(dtype), q.T)
 
         def finish(j, block):
-            scores = jnp.maximum(block, 0.0) * gates[None, :]
+            scores = gated(block, gates)
             scores = jnp.sum(scores.reshape(tile.keys, rows, heads), axis=2)
             if "scales" in ref:
                 at = pl.ds(j * tile.keys, tile.keys) if side_by_side else slots(j)
@@ -167,6 +202,7 @@ def _call(
         "pages": None if pages is None else pages.reshape(-1),
     }
     operands = {name: x for name, x in operands.items() if x is not None}
+    contracted = tile.contracted and not interpret and platform.arch == "sm90" and heads in _CONTRACTED_HEADS
     kernel = partial(
         _kernel,
         names=(*operands, "out"),
@@ -176,6 +212,7 @@ def _call(
         page_size=page_size,
         request_tiles=padded // rows,
         dtype=_multiplied_as(keys.dtype, platform),
+        gated=partial(_gated_contracted, heads=heads) if contracted else _gated,
     )
     return pl.pallas_call(
         kernel,

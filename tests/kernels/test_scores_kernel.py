@@ -1,5 +1,7 @@
 """The index score kernel against float64, interpreted and on a GPU."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -120,8 +122,30 @@ def test_shapes_the_kernel_cannot_run_are_refused_by_name():
         ScoreTile(128, 48, 1, 4, 1)
 
 
+def contracts(platform: Platform, heads: int, keys: jax.ShapeDtypeStruct | None = None, **options) -> bool:
+    """Whether the kernel for this platform contracts products and sums itself."""
+    shape = jax.ShapeDtypeStruct
+    keys = keys or shape((200, 64), jnp.bfloat16)
+    operands = shape((8, heads, 64), keys.dtype), shape((8, heads), jnp.float32), keys, None
+    windows = shape((8,), jnp.int32), shape((8,), jnp.int32)
+    return "inline_asm" in str(
+        jax.make_jaxpr(partial(row_scores_triton, platform=platform, **options))(*operands, *windows)
+    )
+
+
+def test_hopper_alone_contracts_products_and_sums():
+    hopper = Platform("cuda", "sm90", "")
+    assert [heads for heads in (1, 2, 4, 8, 16, 32, 64, 128) if contracts(hopper, heads)] == [8, 16, 32, 64]
+    assert not any(contracts(Platform("cuda", arch, ""), 32) for arch in ("", "sm80", "sm100", "sm103"))
+    assert not any(contracts(amd, 32) for amd in (GFX942, GFX950))
+    assert not contracts(hopper, 32, interpret=True)
+    assert not contracts(hopper, 32, jax.ShapeDtypeStruct((200, 64), KeyFormat.fp8("sm90").jax_dtype))
+    with pytest.raises(ValueError, match="blocks of 64 keys"):
+        ScoreTile(128, 128, 1, 4, 1, contracted=True)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", [4, 16, 32, 64])
+@pytest.mark.parametrize("heads", [4, 8, 16, 32, 64])
 @pytest.mark.parametrize("kind", ["bfloat16", "float8"])
 def test_on_a_gpu_a_row_has_the_same_right_bits_in_every_launch(kind, heads):
     platform = platform_of(jax.devices()[0])
@@ -135,6 +159,26 @@ def test_on_a_gpu_a_row_has_the_same_right_bits_in_every_launch(kind, heads):
     for rows in (np.random.default_rng(1).permutation(48), np.arange(17, 30), np.array([33])):
         part = np.asarray(row_scores(q[rows], gates[rows], keys, scales, ks[rows], lengths[rows], platform=platform))
         np.testing.assert_array_equal(part[seen[rows]], got[rows][seen[rows]])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keys", [5003, 4096])
+@pytest.mark.parametrize("dim", [16, 64, 128])
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+def test_on_a_gpu_every_score_is_the_sum_over_its_own_heads(heads, dim, keys):
+    """To the bit, of small whole numbers, whose sums are exact in any order. How Hopper's kernel finds the heads of a
+    row rests on how the compiler lays out a product, and the compiler would not say so if it did it otherwise."""
+    platform, rows, draw = platform_of(jax.devices()[0]), 37, np.random.default_rng(heads)
+    whole = lambda most, *shape: jnp.asarray(draw.integers(-most, most + 1, shape), jnp.float32)  # noqa: E731
+    q, gates, index_keys = whole(2, rows, heads, dim), whole(99, rows, heads), whole(2, keys, dim)
+    q, index_keys = q.astype(jnp.bfloat16), index_keys.astype(jnp.bfloat16)
+    want, ks = exact(q, gates, index_keys, None), jnp.zeros(rows, jnp.int32)
+    lengths = jnp.full(rows, keys, jnp.int32)
+    got = row_scores(q, gates, index_keys, None, ks, lengths, platform=platform)
+    np.testing.assert_array_equal(np.asarray(got, np.float64), want)
+    key_pages, _, table = paged(index_keys, None, page=64, requests=1)
+    got = paged_scores(q[None], gates[None], key_pages, None, table, lengths[None], platform=platform)
+    np.testing.assert_array_equal(np.asarray(got, np.float64)[0, :, :keys], want)
 
 
 @pytest.mark.gpu

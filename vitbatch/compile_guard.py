@@ -85,11 +85,34 @@ class _Explanations(logging.Handler):
         return text
 
 
+class _Explaining:
+    """Has jax explain new traces as long as anybody wants it, whoever came or goes first; then it is as it was."""
+
+    def __init__(self):
+        self._lock, self._users, self._before = threading.Lock(), 0, False
+
+    def begin(self) -> None:
+        with self._lock:
+            if not self._users:
+                self._before = getattr(jax.config, _EXPLAIN)
+                jax.config.update(_EXPLAIN, True)
+            self._users += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                jax.config.update(_EXPLAIN, self._before)
+
+
+_explaining = _Explaining()
+
+
 class CompileGuard:
     """Listens to jax's compile events of this process.
 
     on_compile: called with "before_ready" or "after_ready". Call close when it is no longer wanted. After mark_ready
-    jax explains every new trace in its own log (jax_explain_cache_misses); close undoes that.
+    jax explains every new trace in its own log (jax_explain_cache_misses); the last guard to close undoes that.
     """
 
     def __init__(self, on_compile: Callable[[str], None] = lambda stage: None):
@@ -121,15 +144,14 @@ class CompileGuard:
         self._stage = "after_ready"
         if not self._explained:
             self._explained = True
-            self._explained_before = getattr(jax.config, _EXPLAIN)
-            jax.config.update(_EXPLAIN, True)
+            _explaining.begin()
             logging.getLogger("jax").addHandler(self._explanations)
 
     def close(self) -> None:
         jax.monitoring.unregister_event_duration_listener(self._listen)
         if self._explained:
             self._explained = False
-            jax.config.update(_EXPLAIN, self._explained_before)
+            _explaining.end()
             logging.getLogger("jax").removeHandler(self._explanations)
 
     @property

@@ -249,6 +249,17 @@ def test_the_same_values_placed_otherwise_are_told_as_such(guard, caplog):
     assert text.endswith("an argument is placed on the devices in another way than before")
 
 
+def test_jax_explains_while_one_guard_is_left_whichever_closes_first(guard):
+    before = jax.config.jax_explain_cache_misses
+    first, second = CompileGuard(), CompileGuard()
+    first.mark_ready()
+    second.mark_ready()
+    first.close()
+    assert jax.config.jax_explain_cache_misses
+    second.close()
+    assert jax.config.jax_explain_cache_misses == before
+
+
 def test_a_closed_guard_hears_nothing_and_leaves_no_setting(guard):
     before = jax.config.jax_explain_cache_misses
     other = CompileGuard()

@@ -50,7 +50,7 @@ from vitstripe.selftest import CollectiveHang
 console = Console(stderr=True)
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 # The engine's thread lets the interpreter go dozens of times a step, at calls into the devices above all, and has it
-# back after this long while another thread wants it, too. Python's own 5 ms made a decode step of 7 ms one of 290
+# back after this long while another thread wants it, too. Python's own 5 ms made a decode step of 12 ms one of 288
 # beside a busy thread (H200).
 _SWITCH_SECONDS = 2e-5
 

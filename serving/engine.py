@@ -166,10 +166,13 @@ class Engine:
 
     def between_steps(self, work: Callable[[], T], timeout: float = 60.0) -> T:
         """What `work` gives when nothing of this engine is on the devices. The engine's thread runs it while there is
-        one. Raises TimeoutError when that does not come to it in `timeout` seconds; then it will not be run."""
+        one. Raises TimeoutError when that does not come to it in `timeout` seconds, or is stopped amid a step; then it
+        will not be run."""
         done: Future[T] = Future()
         with self._wake:
             serves = self._serves
+            if serves and self._state == "dead":
+                raise TimeoutError
             if serves:
                 self._chores.append((work, done))
                 self._wake.notify()
@@ -219,10 +222,12 @@ class Engine:
         while self._chores:
             work, done = self._chores.popleft()
             if done.set_running_or_notify_cancel():
+                self.heartbeat.beat("working between steps")
                 try:
                     done.set_result(work())
                 except Exception as error:
                     done.set_exception(error)
+                self.heartbeat.beat()
 
     def _take_arrivals(self) -> None:
         with self._wake:
@@ -241,8 +246,10 @@ class Engine:
             self._metrics.prefix_cache(queries=seq.prompt_length, hits=seq.cached)
             seq.first_token_at = time.monotonic()
         seq.tokens.append(token)
-        scores, told = sampled.scores, params.logprobs
-        logprobs = None if scores is None or told is None else scores.entry(row, told)
+        logprobs = None
+        if params.logprobs is not None:
+            assert sampled.scores is not None, "drawn by a program that tells no scores"
+            logprobs = sampled.scores.entry(row, params.logprobs)
         prompt = tuple(seq.scores) if is_first and params.prompt_logprobs is not None else None
         if not self._send(seq, TokenEvent(token, logprobs, prompt)):
             self._finish(seq, "abort")

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from serving.engine import Engine
-from serving.profiling import ProfilerBusy
 from serving.protocol import EngineState, Event, Health, Overloaded, Submission
 
 T = TypeVar("T")
@@ -71,9 +70,9 @@ class EngineHandle:
             self._engine.abort(request_id)
 
     def between_steps(self, work: Callable[[], T]) -> T:
-        """See Engine.between_steps. Raises ProfilerBusy while there is no engine: the devices then warm up."""
+        """See Engine.between_steps. Raises Overloaded while there is no engine: the devices then warm up."""
         if self._engine is None:
-            raise ProfilerBusy(f"the server is {self._state}: {self._detail}")
+            raise Overloaded(f"the server is {self._state}: {self._detail}", retry_after=5.0)
         return self._engine.between_steps(work)
 
     def health(self) -> Health:

@@ -4,12 +4,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 import jax
+
+from serving.protocol import Overloaded
 
 _MOST_COUNTED = 100_000
 
@@ -45,8 +46,8 @@ class Profiler:
     Args:
         folder: traces go into folders made below it.
         limit: seconds after which a trace is stopped, as a forgotten one fills memory and disk.
-        quietly: runs what it is given while the devices do nothing. CUDA's tracer, begun or ended amid running kernels,
-            has ended them all with a launch failure (jax 0.11.2 on an H200).
+        quietly: runs what it is given while the devices do nothing; raises TimeoutError or Overloaded when it does not.
+            CUDA's tracer, begun amid running kernels, has ended them all with a launch failure (jax 0.11.2, H200).
 
     Raises:
         ValueError: the folder cannot be made, or the limit is not positive.
@@ -89,11 +90,14 @@ class Profiler:
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0  # following every Python call would slow the loop that is to be measured
             target = self._folder / self._name()
-            self._quiet(lambda: jax.profiler.start_trace(str(target), profiler_options=options))
+            try:
+                self._quiet(lambda: jax.profiler.start_trace(str(target), profiler_options=options))
+            except ProfilerBusy:
+                raise
+            except RuntimeError as error:
+                raise ProfilerBusy(f"jax cannot trace now: {error}") from error
             self._current, self._began = target, time.monotonic()
-            self._timer = threading.Timer(self._limit, self._expire, [target])
-            self._timer.daemon = True
-            self._timer.start()
+            self._arm(target)
             return target.name
 
     def stop(self) -> Trace:
@@ -111,26 +115,33 @@ class Profiler:
         """Ends a trace that still runs."""
         with self._lock:
             if self._current is not None:
-                with suppress(ProfilerBusy):
+                try:
                     self._finish()
+                except ProfilerBusy as error:
+                    logger.warning("the last trace is lost: %s", error)
 
     def _quiet(self, work: Callable[[], None]) -> None:
+        """Raises ProfilerBusy when `work` was not run, and what it raises."""
         try:
             self._quietly(work)
         except TimeoutError:
             raise ProfilerBusy("the engine did not come to the end of its step; try again later") from None
-        except ProfilerBusy:
-            raise
-        except RuntimeError as error:
-            raise ProfilerBusy(f"jax cannot trace now: {error}") from error
+        except Overloaded as error:
+            raise ProfilerBusy(str(error)) from None
 
     def _finish(self) -> Trace:
+        """A trace that could not be ended in time runs on; one that jax cannot write is over, and told as ProfilerBusy,
+        too."""
         assert self._current is not None
         target, seconds = self._current, time.monotonic() - self._began
-        self._quiet(jax.profiler.stop_trace)
-        self._current = None
-        if self._timer is not None:
-            self._timer.cancel()
+        try:
+            self._quiet(jax.profiler.stop_trace)
+        except ProfilerBusy:
+            raise
+        except Exception as error:
+            self._over()
+            raise ProfilerBusy(f"trace {target.name} is lost: jax cannot write it: {error}") from error
+        self._over()
         found = sorted(path for path in target.rglob("*") if path.is_file())
         files = tuple(TraceFile(str(path.relative_to(self._folder)), path.stat().st_size) for path in found)
         events: dict[str, int] = {}
@@ -139,12 +150,26 @@ class Profiler:
                 events |= _device_events(path)
         return Trace(target.name, seconds, files, events)
 
+    def _over(self) -> None:
+        self._current = None
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _arm(self, target: Path) -> None:
+        self._timer = threading.Timer(self._limit, self._expire, [target])
+        self._timer.daemon = True
+        self._timer.start()
+
     def _expire(self, target: Path) -> None:
         with self._lock:
             if self._current == target:
-                logger.warning("trace %s is stopped after its limit of %g s", target.name, self._limit)
-                with suppress(ProfilerBusy):
+                logger.warning("trace %s is to end after its limit of %g s", target.name, self._limit)
+                try:
                     self._finish()
+                except ProfilerBusy as error:
+                    logger.warning("%s", error)
+                    if self._current == target:
+                        self._arm(target)
 
     def _name(self) -> str:
         stamp = time.strftime("%Y%m%d-%H%M%S")

@@ -129,7 +129,7 @@ def step_interval(replies: Sequence[Reply]) -> float:
     gaps = []
     for r in good:
         inside = [(r.sent + t, n) for t, n in zip(r.times, r.tokens, strict=True) if begin <= r.sent + t <= end]
-        if len(inside) > 2:
+        if len(inside) > 2 and inside[-1][1] > inside[0][1]:
             gaps.append((inside[-1][0] - inside[0][0]) / (inside[-1][1] - inside[0][1]))
     return statistics.median(gaps) if gaps else math.nan
 

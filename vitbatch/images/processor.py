@@ -111,7 +111,8 @@ class ImageProcessor:
     ) -> PreparedImage:
         """Decodes, resizes (bicubic) and cuts one image into patches.
 
-        image: a PIL image, the bytes of a PNG, JPEG, WebP, GIF or BMP file, or an RGB uint8 array [height, width, 3].
+        image: a PIL image, the bytes of a PNG, JPEG, WebP, GIF or BMP file, or an RGB uint8 array [height, width, 3],
+        which must not change meanwhile.
         min_pixels, max_pixels, min_image_tokens, max_image_tokens: tighter bounds for this image, within the
         processor's own; each side in pixels or in tokens.
         Raises ImageError: unreadable, too many pixels, a shape the family's rule refuses, more patches than the largest

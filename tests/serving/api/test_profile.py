@@ -96,6 +96,35 @@ def test_a_trace_begins_and_ends_when_the_engine_allows_it(tmp_path):
     assert allowed == ["ran", "too busy", "ran"]
 
 
+def test_a_trace_that_cannot_be_written_is_over(tmp_path):
+    profiler = Profiler(tmp_path)
+    profiler.start()
+    jax.profiler.stop_trace()  # by somebody else
+    with pytest.raises(ProfilerBusy, match="lost"):
+        profiler.stop()
+    assert profiler.running is None
+    name = profiler.start()
+    assert profiler.stop().name == name
+
+
+def test_a_forgotten_trace_ends_later_when_the_engine_was_too_busy_at_its_limit(tmp_path):
+    refused: list[float] = []
+
+    def quietly(work):
+        if profiler.running is not None and len(refused) < 2:
+            refused.append(time.monotonic())
+            raise TimeoutError
+        work()
+
+    profiler = Profiler(tmp_path, limit=0.05, quietly=quietly)
+    profiler.start()
+    deadline = time.monotonic() + 20
+    while profiler.running is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert len(refused) == 2
+
+
 def test_no_trace_begins_while_the_server_warms_up(tmp_path):
     handle = EngineHandle(model_name="m", max_model_len=64, eos_ids=frozenset())
     profiler = Profiler(tmp_path, quietly=handle.between_steps)

@@ -84,6 +84,7 @@ def test_chunks_and_decode_passes_give_the_logits_of_one_pass(model, cuts):
         assert relative_error(driver.decode([seq])[0], whole[at]) < 2e-5
 
 
+@pytest.mark.slow
 def test_most_rows_select_what_they_select_of_full_keys_and_then_have_their_logits():
     model, found = Model(one_layer()), []
     for config in (FLOAT8, FULL):

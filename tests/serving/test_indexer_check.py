@@ -95,7 +95,7 @@ def test_one_cpu_and_a_model_without_an_indexer_need_no_check(goldens, mesh_of, 
 
 
 @pytest.mark.multidevice
-@pytest.mark.parametrize("index_keys", INDEX_KEYS)
+@pytest.mark.parametrize("index_keys", ["auto", pytest.param("float8", marks=pytest.mark.slow)])
 def test_wrong_stripes_are_told_and_right_ones_pass(monkeypatch, goldens, mesh_of, index_keys):
     lm, stripes = model(goldens / "glm_moe_dsa", mesh_of(2), CPU, index_keys), StripeConfig(rows=8)
     check_indexer(lm, stripes)

@@ -14,7 +14,7 @@ from serving.api.keys import Keys
 from serving.api.limits import Limits
 from serving.api.remote import ImageHosts
 from serving.chat import REASONING_PARSERS, TOOL_PARSERS
-from serving.config import EngineConfig
+from serving.config import INDEX_KEYS, EngineConfig
 from serving.models.config import text_config
 from serving.profiling import Profiler
 from vitbatch import EncoderConfig
@@ -234,6 +234,14 @@ def parser() -> argparse.ArgumentParser:
         default=True,
         help="keep cache pages for requests that begin alike, images included; off for models with a state a request",
     )
+    g.add_argument(
+        "--index-keys",
+        choices=INDEX_KEYS,
+        default="auto",
+        help="how the keys are cached that an indexer scores (sparse-attention models: GLM-5, GLM-5.3, DeepSeek-V3.2). "
+        "auto: in the dtype of the weights; float8: about half of bfloat16's bytes, a byte a number and a scale a key, "
+        "with queries in float8, too: now and then a row selects other keys near its last rank",
+    )
 
     g = p.add_argument_group("images")
     g.add_argument(
@@ -399,6 +407,7 @@ def engine_config(args: argparse.Namespace, checkpoint_config: dict[str, Any]) -
             prefill_tokens=args.prefill_tokens,
             cache_tokens=args.cache_tokens,
             prefix_cache=args.prefix_cache,
+            index_keys=args.index_keys,
             max_queue=args.max_queue,
             max_queue_tokens=args.max_queue_tokens,
             step_seconds=args.step_seconds,

@@ -9,6 +9,9 @@ STATE_CHUNK = 64
 """The same for decoders that keep a state a request: rows that their recurrence takes in one go. What public
 implementations of the delta rule use; a multiple of ROW_TILE."""
 
+INDEX_KEYS = ("auto", "float8")
+"""How an indexer's keys are cached."""
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -18,6 +21,8 @@ class EngineConfig:
     page. max_seqs: requests computed at once. prefill_tokens: most rows of one prefill pass. cache_tokens: tokens the
     paged cache holds (None: from free device memory, or max_seqs * max_model_len on a CPU). prefix_cache: keep the
     pages of what was computed for requests that begin alike; never done where the decoder keeps a state a request.
+    index_keys: "auto" keeps an indexer's keys in the dtype of the weights, "float8" in the platform's float8, one scale
+    a key, with queries and keys rotated (Hadamard) before they are rounded.
     max_queue: requests that may wait. max_queue_tokens: prompt tokens that may wait (None: half of max_queue requests
     of full length). step_seconds: a device call that takes longer is taken for dead. dp_encoder: deal images over the
     mesh. indexer_stripes: stripe the indexer's rows. stripe_rows: rows a stripe. merge: how stripes are put together.
@@ -32,6 +37,7 @@ class EngineConfig:
     prefill_tokens: int = 512
     cache_tokens: int | None = None
     prefix_cache: bool = True
+    index_keys: str = "auto"
     max_queue: int = 256
     max_queue_tokens: int | None = None
     step_seconds: float = 300.0
@@ -60,6 +66,8 @@ class EngineConfig:
             raise ValueError(f"step_seconds is {self.step_seconds}; it must be a positive number of seconds")
         if self.stripe_min_keys is not None and self.stripe_min_keys < 0:
             raise ValueError(f"stripe_min_keys is {self.stripe_min_keys}; it must not be negative")
+        if self.index_keys not in INDEX_KEYS:
+            raise ValueError(f"index_keys is {self.index_keys!r}; it must be one of {', '.join(INDEX_KEYS)}")
         if self.merge not in ("pmax", "all_gather"):
             raise ValueError(f"merge is {self.merge!r}; it must be 'pmax' or 'all_gather'")
 

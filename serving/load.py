@@ -11,7 +11,7 @@ from serving.config import EngineConfig
 from serving.engine import Engine
 from serving.lm import LanguageModel, LmShapes
 from serving.metrics import Metrics
-from serving.models import bind_decoder, family_of
+from serving.models import bind_decoder, family_of, index_key_format
 from serving.models.config import text_config
 from serving.runner import Runner
 from serving.scheduler import Scheduler
@@ -61,9 +61,11 @@ def load_engine(
 ) -> Start:
     """Loads and warms; the engine is not started yet. Raises CheckpointError listing everything wrong with the folder,
     ValueError when memory does not suffice, RuntimeError when a check of the indexer fails."""
-    dtype = platform_of_mesh(mesh).default_dtype
+    platform = platform_of_mesh(mesh)
+    dtype = platform.default_dtype
     family = family_of(checkpoint.config)
-    binding = bind_decoder(checkpoint, tp=config.tp, dtype=dtype)
+    form = index_key_format(checkpoint.config, config.index_keys, platform)
+    binding = bind_decoder(checkpoint, tp=config.tp, dtype=dtype, index_keys=form)
     raise_problems(checkpoint, [binding, *([bind_tower(checkpoint, dtype=dtype)] if has_images(checkpoint) else [])])
 
     # Raise ValueError for flags that this model cannot take: now, and not after minutes of loading.

@@ -164,5 +164,7 @@ def test_six_questions_are_answered_the_same_with_images_together_and_with_strip
 @pytest.mark.multidevice
 @EMBEDDED_MODELS
 def test_the_embedded_models_answer_the_same_whichever_way_they_are_asked():
-    rows = answered(["--gate", "images", "--gate", "prefill", "--gate", "http"], ["--gate", "selection"])
-    assert {row["gate"][0] for row in rows} == {"1", "2", "3", "4"}
+    rows = answered(
+        ["--gate", "images", "--gate", "prefill", "--gate", "http"], ["--gate", "selection", "--gate", "keys"]
+    )
+    assert {row["gate"][0] for row in rows} == {"1", "2", "3", "4", "5"}

@@ -130,14 +130,16 @@ def indexer_programs(model_type: str, mesh: AnyMesh, platform: Platform) -> Iter
 def language_programs(
     model_type: str, family: Any, mesh: AnyMesh, platform: Platform, scope: Scope
 ) -> Iterator[Program]:
-    """Everything a server of this decoder runs: splice, extend with either merge, decode."""
+    """Everything a server of this decoder runs. Its passes twice where it has an indexer: with either merge, with keys
+    in bfloat16 and in the architecture's float8."""
     tp, config = mesh.shape["tp"], config_of(model_type)
-    graphdef, abstract = nnx.split(nnx.eval_shape(lambda: family.build(config, tp, jnp.bfloat16)))
     pool = (0, 0)
     if isinstance(config.get("vision_config"), dict):
         pool = (_POOL_ROWS, TOWERS[model_type].read_config(config).row_width)
     seen: set[str] = set()
-    for merge in MERGES:
+    for merge, float8 in zip(MERGES, (False, True), strict=True):
+        more = (KeyFormat.fp8(platform.arch),) if family.has_indexer and float8 else ()
+        graphdef, abstract = nnx.split(nnx.eval_shape(lambda more=more: family.build(config, tp, jnp.bfloat16, *more)))
         engine = EngineConfig(
             tp=tp,
             max_model_len=8192,
@@ -147,7 +149,7 @@ def language_programs(
         )
         lm = LanguageModel(graphdef, abstract, mesh, engine, LmShapes(1024, *pool), platform=platform)
         for program in lm.programs():
-            if program.name not in seen or "striped" in program.name:
+            if program.name not in seen or (more and program.name.startswith(("extend/", "decode/"))):
                 yield program
             seen.add(program.name)
 

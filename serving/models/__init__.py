@@ -3,11 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
+from dsa_indexer import KeyFormat
 from serving.models.config import field, text_config
-from serving.models.decoder import Decoder, Family
+from serving.models.decoder import WEIGHTS_DTYPE, Decoder, Family
 from vitstripe.checkpoint import WRONG_KIND, Binding, Checkpoint, CheckpointError, bind
+from vitstripe.platform import Platform
 
-__all__ = ["Decoder", "bind_decoder", "families", "family_of"]
+__all__ = ["Decoder", "bind_decoder", "families", "family_of", "index_key_format"]
 
 
 def families() -> dict[str, Family]:
@@ -40,6 +42,28 @@ def family_of(config: Mapping[str, Any]) -> Family:
     return known[kind]
 
 
+def index_key_format(config: Mapping[str, Any], index_keys: str, platform: Platform) -> KeyFormat:
+    """How the index keys of a config.json's model are cached. index_keys: as in EngineConfig.
+
+    Raises ValueError for float8 where the model has no indexer or the platform has no float8.
+    """
+    if index_keys == "auto":
+        return WEIGHTS_DTYPE
+    if not family_of(config).has_indexer:
+        with_one = ", ".join(sorted(name for name, family in families().items() if family.has_indexer))
+        raise ValueError(
+            f"index_keys is {index_keys!r}, but model_type {config['model_type']!r} has no indexer and so no index "
+            f"keys; these have: {with_one}"
+        )
+    try:
+        return KeyFormat.fp8(platform.arch)
+    except ValueError as error:
+        raise ValueError(
+            f"index_keys is {index_keys!r}, but {platform.arch} has no float8 that this server knows; 'auto' keeps "
+            f"them in the dtype of the weights"
+        ) from error
+
+
 def _layer_of(tensor: str) -> int:
     """The number of the layer that a tensor belongs to, -1 for none."""
     parts = tensor.split(".")
@@ -47,9 +71,10 @@ def _layer_of(tensor: str) -> int:
     return int(number) if number.isdigit() else -1
 
 
-def bind_decoder(checkpoint: Checkpoint, *, tp: int, dtype) -> Binding:
-    """Builds the decoder abstractly for `tp` devices and finds its tensors; reads nothing. Raises CheckpointError for
-    what the family does not load; tensors that are missing or unknown are the binding's problems."""
+def bind_decoder(checkpoint: Checkpoint, *, tp: int, dtype, index_keys: KeyFormat = WEIGHTS_DTYPE) -> Binding:
+    """Builds the decoder abstractly for `tp` devices and finds its tensors; reads nothing. index_keys: see
+    `index_key_format`. Raises CheckpointError for what the family does not load; tensors that are missing or unknown
+    are the binding's problems."""
     family = family_of(checkpoint.config)
     text = text_config(checkpoint.config)
     layers = field(text, "num_hidden_layers")
@@ -63,7 +88,8 @@ def bind_decoder(checkpoint: Checkpoint, *, tp: int, dtype) -> Binding:
 
     def build():
         try:
-            return family.build(checkpoint.config, tp, dtype)
+            more = (index_keys,) if family.has_indexer else ()
+            return family.build(checkpoint.config, tp, dtype, *more)
         except WRONG_KIND as error:
             raise CheckpointError(f"config.json: a field has a value of the wrong kind: {error}") from error
 

@@ -6,13 +6,16 @@ from typing import Any, Protocol
 
 from jaxtyping import Array, Float, Int
 
-from dsa_indexer import IndexerConfig
+from dsa_indexer import IndexerConfig, KeyFormat
 from serving.models.shards import Shards
 from serving.models.step import Step
 from vitstripe.platform import Platform
 
 Cache = Any
 """One layer's cache arrays, a pytree: paged keys and values, latent rows with index keys, a state a request."""
+
+WEIGHTS_DTYPE = KeyFormat()
+"""Index keys in the dtype of the weights."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +65,15 @@ class Selection:
 
 
 class Decoder(Protocol):
-    """A language model split over the mesh. embed, forward and logits run inside shard_map."""
+    """A language model split over the mesh. embed, forward and logits run inside shard_map. index_keys: how its
+    indexer's keys are cached."""
 
     shards: Shards
     hidden_size: int
     vocab_size: int
     num_deepstack: int
     indexer: IndexerConfig | None
+    index_keys: KeyFormat
 
     def caches(self) -> Sequence[Mapping[str, CacheArray]]:
         """The cache arrays of each layer. If any is per request, prefixes are not shared between requests (a state is
@@ -102,15 +107,18 @@ class Decoder(Protocol):
 class Family:
     """A decoder family: how to build it from config.json and where its tensors are.
 
-    build(config.json, tp, dtype) -> module. disk_names(parameter path) -> tensor names to try.
+    build(config.json, tp, dtype) -> module; with an indexer build(config.json, tp, dtype, index_keys), too, where its
+    keys are cached in a KeyFormat other than that of the weights. disk_names(parameter path) -> tensor names to try.
     owns / ignore: see vitstripe.checkpoint.bind. image_token: config.json -> id of the image placeholder, or None.
-    why_not: of a tensor of the file, why a checkpoint that has it is not loaded, or None.
+    why_not: of a tensor of the file, why a checkpoint that has it is not loaded, or None. has_indexer: whether its
+    models select the keys they attend to.
     """
 
-    build: Callable[[Mapping[str, Any], int, Any], Any]
+    build: Callable[..., Any]
     disk_names: Callable[[str], Sequence[str]]
     owns: Callable[[str], bool]
     ignore: Callable[[str], bool]
     image_token: Callable[[Mapping[str, Any]], int | None]
     uses_mrope: bool
     why_not: Callable[[str], str | None] = lambda tensor: None
+    has_indexer: bool = False

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dsa_indexer import Indexer, PooledIndexer, sparse_mla, to_paged
-from serving.models.decoder import CacheArray, Selection
+from dsa_indexer import Indexer, KeyFormat, PooledIndexer, sparse_mla, to_paged
+from serving.models.decoder import WEIGHTS_DTYPE, CacheArray, Selection
 from serving.models.layers import store_rows
 from serving.models.selected_keys import Angles, index_caches, select
 from serving.models.shards import Shards, local_heads
@@ -24,7 +24,7 @@ from vitstripe.nn import Linear, RMSNorm, rotate_pairs
 class LatentConfig:
     """The sizes of a latent attention. A head's query is nope_dim columns, then rope_dim rotated ones (0: none is, and
     the cached row is the latent alone). norm_eps: of q_a_layernorm and kv_a_layernorm. scale: of the softmax, None for
-    (nope_dim + rope_dim)^-0.5."""
+    (nope_dim + rope_dim)^-0.5. index_keys: how an indexer's keys are cached."""
 
     hidden_size: int
     num_heads: int
@@ -35,6 +35,7 @@ class LatentConfig:
     value_dim: int
     norm_eps: float
     scale: float | None = None
+    index_keys: KeyFormat = WEIGHTS_DTYPE
 
 
 class LatentAttention(nnx.Module):
@@ -55,8 +56,9 @@ class LatentAttention(nnx.Module):
 
     def caches(self) -> dict[str, CacheArray]:
         """What the layer keeps: a latent row a token, and its indexer's keys."""
-        latent = CacheArray((self.config.kv_lora_rank + self.config.rope_dim,))
-        return {"latent": latent} | ({} if self.indexer is None else index_caches(self.indexer.config))
+        c = self.config
+        latent = {"latent": CacheArray((c.kv_lora_rank + c.rope_dim,))}
+        return latent if self.indexer is None else latent | index_caches(self.indexer.config, c.index_keys)
 
     @jax.named_scope("mixer")
     def __call__(self, x: Float[Array, "T D"], angles: Angles, cache, step: Step, selection: Selection, selected):
@@ -73,7 +75,7 @@ class LatentAttention(nnx.Module):
             row = jnp.concatenate([row, rotate_pairs(kv[:, rank:], cos, sin)], -1)
         cache = {**cache, "latent": store_rows(cache["latent"], row, step.slots)}
         if self.indexer is not None:
-            cache, selected = select(self.indexer, x, q_lora, angles, cache, step, selection, self.shards)
+            cache, selected = select(self.indexer, c.index_keys, x, q_lora, angles, cache, step, selection, self.shards)
         up = self.kv_b_proj.weight[...].reshape(-1, c.nope_dim + c.value_dim, rank)
         q_latent = jnp.einsum(
             "thn,hnr->thr", q[..., : c.nope_dim], up[:, : c.nope_dim], preferred_element_type=jnp.float32

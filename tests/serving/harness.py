@@ -10,13 +10,14 @@ import numpy as np
 from serving.batch import Packer, samples_of
 from serving.config import EngineConfig, bucket_for
 from serving.lm import LanguageModel, LmShapes
-from serving.models import bind_decoder
+from serving.models import bind_decoder, index_key_format
 from serving.models.decoder import Selection
 from serving.protocol import SamplingParams, Submission
 from serving.scheduler import Chunk
 from serving.sequence import Sequence
 from vitstripe.checkpoint import Checkpoint, load, raise_problems
 from vitstripe.mesh import make_mesh
+from vitstripe.platform import platform_of_mesh
 
 REPLICATED = Selection(None)
 CONFIG = EngineConfig(max_model_len=112, page_size=8, max_seqs=48, prefill_tokens=64)
@@ -34,7 +35,8 @@ class Driver:
 
     def __init__(self, checkpoint: Checkpoint, tp: int, pool: np.ndarray | None = None, config: EngineConfig = CONFIG):
         self.mesh, self.config, self.pool = make_mesh(tp), replace(config, tp=tp), pool
-        binding = bind_decoder(checkpoint, tp=tp, dtype=jnp.float32)
+        form = index_key_format(checkpoint.config, config.index_keys, platform_of_mesh(self.mesh))
+        binding = bind_decoder(checkpoint, tp=tp, dtype=jnp.float32, index_keys=form)
         raise_problems(checkpoint, [binding])
         self.weights = tuple(jax.tree.leaves(load(checkpoint, binding, self.mesh)))
         pages = 2 * self.config.pages_per_seq

@@ -9,11 +9,12 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 
-from dsa_indexer import IndexerConfig, StripeConfig, scores, striped_topk_rows
+from dsa_indexer import IndexerConfig, KeyFormat, StripeConfig, scores, striped_topk_rows
 from serving import indexer_check
+from serving.config import INDEX_KEYS
 from serving.indexer_check import check_indexer, check_kernels
 from serving.lm import LanguageModel, LmShapes
-from serving.models import bind_decoder
+from serving.models import bind_decoder, index_key_format
 from tests.serving.harness import CONFIG
 from vitstripe.checkpoint import Checkpoint
 from vitstripe.platform import Platform, platform_of
@@ -26,9 +27,11 @@ def indexer(num_heads: int = 8, head_dim: int = 16, topk: int = 20) -> IndexerCo
     return IndexerConfig(**sizes, rope_dim=0, rope_theta=1e4, layer_types=("full",))
 
 
-def model(folder: Path, mesh, platform: Platform = CPU) -> LanguageModel:
+def model(folder: Path, mesh, platform: Platform = CPU, index_keys: str = "auto") -> LanguageModel:
     """The language model of a checkpoint, without its weights."""
-    binding = bind_decoder(Checkpoint(folder), tp=mesh.size, dtype=jnp.float32 if platform is CPU else jnp.bfloat16)
+    checkpoint, dtype = Checkpoint(folder), jnp.float32 if platform is CPU else jnp.bfloat16
+    form = index_key_format(checkpoint.config, index_keys, platform)
+    binding = bind_decoder(checkpoint, tp=mesh.size, dtype=dtype, index_keys=form)
     return LanguageModel(
         binding.graphdef, binding.abstract, mesh, replace(CONFIG, tp=mesh.size), LmShapes(16), platform=platform
     )
@@ -47,9 +50,21 @@ def spoil(monkeypatch, name: str, wrong) -> None:
     monkeypatch.setattr(scores, name, lambda q, gates, *args, **options: right(q, wrong(gates), *args, **options))
 
 
-@pytest.mark.parametrize("name", ["glm_moe_dsa", "glm5_next"])
-def test_right_kernels_pass(interpreted, goldens, mesh_of, name):
-    check_indexer(model(goldens / name, mesh_of(1), CUDA), StripeConfig())
+@pytest.mark.parametrize(("name", "index_keys"), [("glm_moe_dsa", "auto"), ("glm5_next", "float8")])
+def test_right_kernels_pass(interpreted, goldens, mesh_of, name, index_keys):
+    check_indexer(model(goldens / name, mesh_of(1), CUDA, index_keys), StripeConfig())
+
+
+@pytest.mark.slow
+def test_a_kernel_that_leaves_out_the_scales_of_float8_keys_is_told(interpreted, monkeypatch, goldens, mesh_of):
+    right = scores.row_scores_triton
+
+    def wrong(q, gates, keys, key_scales, *args, **options):
+        return right(q, gates, keys, jnp.ones_like(key_scales), *args, **options)
+
+    monkeypatch.setattr(scores, "row_scores_triton", wrong)
+    with pytest.raises(RuntimeError, match="other contiguous keys than plain XLA"):
+        check_indexer(model(goldens / "glm_moe_dsa", mesh_of(1), CUDA, "float8"), StripeConfig())
 
 
 def test_a_kernel_that_gives_heads_the_gates_of_others_is_told(interpreted, monkeypatch, mesh_of):
@@ -80,8 +95,9 @@ def test_one_cpu_and_a_model_without_an_indexer_need_no_check(goldens, mesh_of, 
 
 
 @pytest.mark.multidevice
-def test_wrong_stripes_are_told_and_right_ones_pass(monkeypatch, goldens, mesh_of):
-    lm, stripes = model(goldens / "glm_moe_dsa", mesh_of(2)), StripeConfig(rows=8)
+@pytest.mark.parametrize("index_keys", ["auto", pytest.param("float8", marks=pytest.mark.slow)])
+def test_wrong_stripes_are_told_and_right_ones_pass(monkeypatch, goldens, mesh_of, index_keys):
+    lm, stripes = model(goldens / "glm_moe_dsa", mesh_of(2), CPU, index_keys), StripeConfig(rows=8)
     check_indexer(lm, stripes)
     wrong = lambda *args, **options: striped_topk_rows(*args, **options).at[3].set(-1)  # noqa: E731
     monkeypatch.setattr(indexer_check, "striped_topk_rows", wrong)
@@ -91,6 +107,8 @@ def test_wrong_stripes_are_told_and_right_ones_pass(monkeypatch, goldens, mesh_o
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [8, 16, 32, 64])
-def test_on_a_gpu_its_own_kernels_pass(mesh_of, heads):
+@pytest.mark.parametrize("keys", INDEX_KEYS)
+def test_on_a_gpu_its_own_kernels_pass(mesh_of, heads, keys):
     device = platform_of(jax.devices()[0])
-    check_kernels(indexer(heads, 128, 2048), mesh_of(1), dtype=jnp.bfloat16, page_size=64, platform=device)
+    dtype = KeyFormat.fp8(device.arch).jax_dtype if keys == "float8" else jnp.bfloat16
+    check_kernels(indexer(heads, 128, 2048), mesh_of(1), dtype=dtype, page_size=64, platform=device)

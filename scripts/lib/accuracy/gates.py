@@ -9,7 +9,7 @@ from scripts.lib.accuracy.models import IMAGES, Direct, over_http, served
 from scripts.lib.accuracy.questions import Question, tally
 from scripts.lib.accuracy.statistics import mcnemar, paired_interval
 from scripts.lib.server_process import serving
-from serving.config import EngineConfig
+from serving.config import INDEX_KEYS, EngineConfig
 from vitbatch import BucketLadder
 
 _ROWS = "indexer_rows_total"
@@ -217,6 +217,20 @@ def through_http(
     compiles = counts['compiles_total{stage="after_ready"}']
     fault = f"{compiles:.0f} programs were compiled after ready" if compiles else ""
     yield compare("4 through the server", folder.name, questions, plain, asked, note=" ".join(flags[-2:]), fault=fault)
+
+
+def keys_in_float8(folder: Path, questions: Sequence[Question], size: Size) -> Iterator[Compared]:
+    """Gate 5: the index keys in the dtype of the weights and in the platform's float8."""
+    asked, page_bytes = [], []
+    for index_keys in INDEX_KEYS:
+        with served(folder, recall_config(size, 1, index_keys=index_keys)) as model:
+            lm = model.engine._runner.lm
+            dtype = lm.decoder.index_keys.jax_dtype or lm.dtype
+            asked.append(Asked(f"index keys in {dtype}", model.answers(questions)))
+            page_bytes.append(lm.bytes_per_page())
+    note = f"{page_bytes[0]} and {page_bytes[1]} bytes a page"
+    fault = "" if page_bytes[1] < page_bytes[0] else f"nothing was cached in float8: {note}"
+    yield compare("5 index keys in float8", folder.name, questions, *asked, note=note, fault=fault)
 
 
 FULL_LADDERS = (None, BucketLadder((576,)), BucketLadder((256, 576, 2304)), BucketLadder((640,), tiny=(256, 1024)))

@@ -11,15 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-GATES = ("images", "selection", "prefill", "http")
+GATES = ("images", "selection", "prefill", "http", "keys")
 _EPILOG = """\
 gates
   images      sight: encoded per request against batched across requests, on several meshes and bucket ladders
   selection   recall: keys selected by every device against striped over them; no answer may change
   prefill     chunk sizes, and prompts found in the prefix cache
   http        64 clients of a server against the decoder called by hand
-
-The engine keeps index keys in the dtype of the weights only, so keys in float8 are not among them.
+  keys        recall: index keys in the dtype of the weights against keys in float8
 
 examples
   scripts/accuracy                                     the embedded models, on 1 and 2 devices
@@ -72,7 +71,9 @@ def compared(args: argparse.Namespace, models: dict[str, Path], tps: tuple[int, 
     wanted = args.gate or GATES
     # The short form asks Recall only what needs it: every model and mesh costs half a minute of compiling.
     wants_sight = bool(set(wanted) & {"images", "prefill", "http"})
-    wants_recall = "selection" in wanted or (not args.short and bool(set(wanted) & {"prefill", "http"}))
+    wants_recall = bool(set(wanted) & {"selection", "keys"}) or (
+        not args.short and bool(set(wanted) & {"prefill", "http"})
+    )
     pictures = sight_questions(models["sight"], count, args.seed) if wants_sight else []
     texts = recall_questions(models["recall"], count, args.seed, lengths) if wants_recall else []
     kept: list[gates.Asked] = []
@@ -93,6 +94,8 @@ def compared(args: argparse.Namespace, models: dict[str, Path], tps: tuple[int, 
         for folder, questions, room in asked:
             direct = plain or gates.called_directly(folder, questions, size, room)
             yield from gates.through_http(folder, questions, size, room, direct, scratch)
+    if "keys" in wanted:
+        yield from gates.keys_in_float8(models["recall"], texts, size)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -4,6 +4,7 @@ Shape letters: M query rows, N keys, H index heads, D index head dimension, K se
 R requests or (in a rotary width) rotary dimensions, P pages, B decode requests, T tokens.
 """
 
+from dsa_indexer.check import check_kernels
 from dsa_indexer.config import IndexerConfig, StripeConfig
 from dsa_indexer.indexer import Indexer
 from dsa_indexer.key_cache import gather_keys, pack_pages, store_keys, unpack_pages
@@ -38,6 +39,7 @@ __all__ = [
     "RowBatch",
     "StripeConfig",
     "Yarn",
+    "check_kernels",
     "encode_keys",
     "encode_queries",
     "engages",

@@ -9,10 +9,10 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 
-from dsa_indexer import IndexerConfig, KeyFormat, StripeConfig, scores, striped_topk_rows
+from dsa_indexer import IndexerConfig, KeyFormat, StripeConfig, check_kernels, scores, striped_topk_rows
 from serving import indexer_check
 from serving.config import INDEX_KEYS
-from serving.indexer_check import check_indexer, check_kernels
+from serving.indexer_check import check_indexer
 from serving.lm import LanguageModel, LmShapes
 from serving.models import bind_decoder, index_key_format
 from tests.serving.harness import CONFIG

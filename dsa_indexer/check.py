@@ -13,9 +13,8 @@ from dsa_indexer.config import IndexerConfig
 from dsa_indexer.paged import topk_paged
 from dsa_indexer.replicated import topk_rows
 from dsa_indexer.rows import RowBatch
-from vitstripe.platform import Platform, platform_of_mesh
+from vitstripe.platform import PLAIN, Platform, platform_of_mesh
 
-_PLAIN = Platform("cpu", "", "")  # plain XLA, whatever it is compiled for
 _ROWS = 37  # no whole number of any kernel's row tiles
 
 
@@ -63,7 +62,7 @@ def check_kernels(
         found = jax.jit(run)(q, gates, key_pages, scale_pages, table, lengths)
         return [(shard.device, np.asarray(shard.data)) for shard in found.addressable_shards]
 
-    expected = selected(contiguous, _PLAIN)
+    expected = selected(contiguous, PLAIN)
     for name, way in (("contiguous", contiguous), ("paged", paged)):
         for (device, ours), (_, theirs) in zip(selected(way, platform), expected, strict=True):
             if wrong := int((ours != theirs).any(-1).sum()):

@@ -44,6 +44,10 @@ class Platform:
         return table[self.tile_arch] if self.tile_arch in table else table["default"]
 
 
+PLAIN = Platform("cpu", "", "")
+"""Asks a dispatch function for plain XLA, whatever the machine."""
+
+
 def platform_of(device: jax.Device) -> Platform:
     """Reads the platform of `device`. The compute capability is "gfx..." on ROCm and a number on CUDA."""
     capability = getattr(device, "compute_capability", None)

@@ -55,7 +55,7 @@ def _gated_contracted(block: Array, gates: Array, *, heads: int) -> Array:
     A thread holds a Hopper product in groups of heads / 2 numbers: heads 2 t, 2 t + 1, 2 t + 8, 2 t + 9, ... of one row
     for key r and, in between, for key r + 8. It adds them up in that order; what is not a sum is negative zero, and the
     compiler drops its additions. A compiler that lays products out in another way would not say so: the GPU tests tell,
-    and a server's check of its kernels (serving/indexer_check.py).
+    and `dsa_indexer.check_kernels`, which a server runs when it starts.
     """
     size = heads // 2
     lines = []

@@ -37,12 +37,10 @@ from serving.models.paged_attention.triton import paged_attention_triton
 from vitbatch.attention.triton import attend_triton
 from vitbatch.config import align
 from vitbatch.lanes import Segments
-from vitstripe.platform import Platform, platform_of
+from vitstripe.platform import PLAIN, Platform, platform_of
 
 CACHE_BYTES = 256 << 20
 """Input sets are rotated until they hold at least this much, so that no run finds its inputs in the cache."""
-PLAIN = Platform("cpu", "", "")
-"""Asks a dispatch function for plain XLA, whatever the machine."""
 GROUP, GROUPS = 20, 7  # dispatches a synchronisation; their median is taken over the groups
 PARTS = ("attention", "scores", "selection", "sparse", "paged", "delta", "experts")
 EXPLAIN = """\

@@ -169,7 +169,10 @@ def test_on_a_gpu_every_score_is_the_sum_over_its_own_heads(heads, dim, keys):
     """To the bit, of small whole numbers, whose sums are exact in any order. How Hopper's kernel finds the heads of a
     row rests on how the compiler lays out a product, and the compiler would not say so if it did it otherwise."""
     platform, rows, draw = platform_of(jax.devices()[0]), 37, np.random.default_rng(heads)
-    whole = lambda most, *shape: jnp.asarray(draw.integers(-most, most + 1, shape), jnp.float32)  # noqa: E731
+
+    def whole(most, *shape):
+        return jnp.asarray(draw.integers(-most, most + 1, shape), jnp.float32)
+
     q, gates, index_keys = whole(2, rows, heads, dim), whole(99, rows, heads), whole(2, keys, dim)
     q, index_keys = q.astype(jnp.bfloat16), index_keys.astype(jnp.bfloat16)
     want, ks = exact(q, gates, index_keys, None), jnp.zeros(rows, jnp.int32)

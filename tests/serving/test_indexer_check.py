@@ -99,7 +99,10 @@ def test_one_cpu_and_a_model_without_an_indexer_need_no_check(goldens, mesh_of, 
 def test_wrong_stripes_are_told_and_right_ones_pass(monkeypatch, goldens, mesh_of, index_keys):
     lm, stripes = model(goldens / "glm_moe_dsa", mesh_of(2), CPU, index_keys), StripeConfig(rows=8)
     check_indexer(lm, stripes)
-    wrong = lambda *args, **options: striped_topk_rows(*args, **options).at[3].set(-1)  # noqa: E731
+
+    def wrong(*args, **options):
+        return striped_topk_rows(*args, **options).at[3].set(-1)
+
     monkeypatch.setattr(indexer_check, "striped_topk_rows", wrong)
     with pytest.raises(RuntimeError, match=r"in 1 of 21 rows on .*--no-indexer-stripes"):
         check_indexer(lm, stripes)

@@ -10,8 +10,8 @@ from PIL import Image
 
 from tests.vitbatch.pictures import encoded, noise, synth
 from vitbatch import ImageError, PreparedImage
-from vitbatch.images import RULES, ImageProcessor, patchify
-from vitbatch.images.patches import bands, padded, patch_rows
+from vitbatch.images import RULES, ImageProcessor, patches, patchify
+from vitbatch.images.patches import padded
 
 SMALL = ImageProcessor(patch_size=16, merge_size=2, min_pixels=1024, max_pixels=65536)
 
@@ -34,23 +34,42 @@ def test_patches_are_cut_in_merge_blocks_and_channels_first():
     np.testing.assert_array_equal(unpatched(SMALL.prepare(image)), image)
 
 
-@pytest.mark.parametrize("size", [(700, 352), (704, 352), (690, 300), (650, 330), (33, 7)], ids=str)
-def test_cut_some_lines_at_a_time_is_cut_as_a_whole(size):
-    pixels, canvas = noise(*size, 2), (704, 352)
-    for image in (pixels, Image.fromarray(pixels)):
-        pieces = list(bands(image, 32))
-        np.testing.assert_array_equal(np.concatenate(pieces), pixels)
-        np.testing.assert_array_equal(patch_rows(pieces, canvas, 16, 2), patchify(padded(pixels, canvas), 16, 2))
+SIZES = [(700, 352), (352, 700), (690, 340), (703, 1), (1, 703), (2111, 349), (340, 2110), (704, 352), (37, 1203)]
 
 
-@pytest.mark.parametrize("size", [(700, 352), (352, 700), (690, 340)], ids=["lines", "columns", "both"])
-def test_an_array_is_resized_as_pillow_resizes_it(size):
-    processor = replace(SMALL, max_pixels=1 << 20)
-    image = noise(*size, 4)
-    made = processor.prepare(image)
-    height, width = processor.fit(*size).content
-    want = Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC)
-    np.testing.assert_array_equal(unpatched(made), np.asarray(want))
+@pytest.mark.parametrize("rule", ["Qwen2VLImageProcessor", "Glm5NextImageProcessor"])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_bands_on_any_threads_are_resized_and_cut_as_pillow_does_the_whole(monkeypatch, rule, size):
+    monkeypatch.setattr(patches, "_BAND_PIXELS", 1)
+    processor = replace(SMALL, max_pixels=1 << 19, rule=RULES[rule])
+    pixels, counts, keys = noise(*size, 4), [], set()
+    if max(size) > 200 * min(size):
+        pixels = np.repeat(pixels, 5, axis=int(size[0] > size[1]))
+    fit = processor.fit(*pixels.shape[:2])
+    height, width = fit.content
+    want = np.asarray(Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC))
+
+    with ThreadPoolExecutor(3) as pool:
+
+        def backwards(work, items):
+            counts.append(len(items))
+            return list(pool.map(work, items[::-1]))[::-1]
+
+        for image in (pixels, Image.fromarray(pixels)):
+            for spread in ({}, {"spread": backwards}):
+                made = processor.prepare(image, **spread)
+                np.testing.assert_array_equal(made.patches, patchify(padded(want, fit.canvas), 16, 2))
+                keys.add(made.key)
+    assert len(keys) == 1
+    assert max(counts) > 1 or min(fit.canvas) == 32
+
+
+def test_an_error_in_a_band_is_the_pictures():
+    def fail(work, items):
+        raise MemoryError("no room for a band")
+
+    with pytest.raises(MemoryError, match="no room for a band"):
+        SMALL.prepare(noise(64, 64, 0), spread=fail)
 
 
 def test_one_image_gives_the_same_patches_as_file_pil_image_and_array():

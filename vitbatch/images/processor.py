@@ -1,17 +1,14 @@
 """ImageProcessor: one image to patch rows, by one family's rule. Pillow and numpy only, thread-safe."""
 
 import hashlib
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from jaxtyping import UInt8
 from PIL import Image
 
 from vitbatch.images import qwen
 from vitbatch.images.decode import open_array, open_image, upright_rgb
-from vitbatch.images.patches import bands, patch_rows
+from vitbatch.images.patches import Spread, one_by_one, resized_patches
 from vitbatch.images.prepared import ImageError, PreparedImage
 from vitbatch.images.rules import Fit, ResizeRule
 
@@ -108,6 +105,7 @@ class ImageProcessor:
         max_pixels: int | None = None,
         min_image_tokens: int | None = None,
         max_image_tokens: int | None = None,
+        spread: Spread = one_by_one,
     ) -> PreparedImage:
         """Decodes, resizes (bicubic) and cuts one image into patches.
 
@@ -115,6 +113,7 @@ class ImageProcessor:
         which must not change meanwhile.
         min_pixels, max_pixels, min_image_tokens, max_image_tokens: tighter bounds for this image, within the
         processor's own; each side in pixels or in tokens.
+        spread: does the work on the decoded pixels in bands; the result is the same to the bit whichever way it does.
         Raises ImageError: unreadable, too many pixels, a shape the family's rule refuses, more patches than the largest
         bucket, bounds outside the processor's.
         """
@@ -132,13 +131,8 @@ class ImageProcessor:
         fit = self._fit(height, width, bounds)
         patches = self._patches(fit)
         self._check_patches(patches, height, width)
-        key = hashlib.sha256(repr((self._settings(bounds), (width, height))).encode())
-        content = _hashed(bands(rgb, self.factor), key)
-        if fit.content != (height, width):
-            for _ in content:
-                pass
-            content = bands(_resized(rgb, *fit.content), self.factor)
-        rows = patch_rows(content, fit.canvas, self.patch_size, self.merge_size)
+        rows, digest = resized_patches(rgb, fit, self.patch_size, self.merge_size, spread)
+        key = hashlib.sha256(repr((self._settings(bounds), (width, height))).encode() + digest)
         grid = (1, fit.canvas[0] // self.patch_size, fit.canvas[1] // self.patch_size)
         return PreparedImage(rows, grid, key.digest(), patches // self.merge_size**2, (height, width))
 
@@ -204,21 +198,3 @@ class ImageProcessor:
 def _check_within(name: str, value: int, least: int, most: int) -> None:
     if not least <= value <= most:
         raise ImageError(f"{name} is {value}; images are prepared within {least} to {most} here: choose one of these")
-
-
-def _resized(rgb: Image.Image | UInt8[np.ndarray, "h w 3"], height: int, width: int) -> Image.Image:
-    """RGB, or grey as `bands` reads it."""
-    if isinstance(rgb, np.ndarray) and rgb.shape[1] == width:
-        # Only the number of lines changes, and that is the same work for each byte of a line. Pillow reads grey where
-        # it lies, so that no copy of four bytes a pixel is made.
-        rgb, width = Image.frombuffer("L", (3 * width, len(rgb)), rgb, "raw", "L", 0, 1), 3 * width
-    elif isinstance(rgb, np.ndarray):
-        rgb = Image.fromarray(rgb)
-    return rgb.resize((width, height), Image.Resampling.BICUBIC)
-
-
-def _hashed(content: Iterable[UInt8[np.ndarray, "_ W 3"]], key: Any) -> Iterator[UInt8[np.ndarray, "_ W 3"]]:
-    """The bands of `content`, each when `key` has taken it."""
-    for band in content:
-        key.update(band.data)
-        yield band

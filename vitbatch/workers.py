@@ -2,18 +2,25 @@
 
     callers            places: `limit` in all            threads
     submit, run, map --> [ running | ... | queued ] --> decode, resize, cut
-         wait, in order, while all places are taken
+         wait, in order, while all places are taken        |         ^
+                                                           v         | parts of what was asked for first go first
+                                                         spread: [ parts ]
 
-What is held at any time is the work of `limit` calls, however many wait for a place.
+What is held at any time is the work of `limit` calls, however many wait for a place. Work that spreads its parts is
+done by all threads one after the other, and not by each at the same time: the first is ready as early as can be.
 """
 
 import asyncio
+import itertools
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from functools import partial
+from heapq import heappop, heappush
+from typing import Any, TypeVar
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -25,11 +32,27 @@ class WorkersBusyError(RuntimeError):
     """No place became free in time."""
 
 
+@dataclass(order=True)
+class _Part:
+    """order: of the work it belongs to, then of the parts in it."""
+
+    order: tuple[int, int]
+    work: Callable[[], Any] = field(compare=False)
+    done: Future[Any] = field(compare=False, default_factory=Future)
+
+    def run(self) -> None:
+        try:
+            self.done.set_result(self.work())
+        except BaseException as error:
+            self.done.set_exception(error)
+
+
 class Workers:
     """Threads that prepare images, for callers in threads (`submit`, `each`) and in asyncio (`run`, `map`) alike.
 
     Places are given in the order they were asked for. Work that has begun holds its place until it ends, also when
-    nobody waits for it any more. Nothing here may be called from the pool's own threads: it would wait for itself.
+    nobody waits for it any more. Of all this only `spread` may be called from the pool's own threads; they would wait
+    for themselves.
 
         with Workers() as workers:
             images = [done.result() for done in workers.each(processor.prepare, files)]
@@ -47,6 +70,9 @@ class Workers:
         self._free = limit
         self._waiting: deque[Future[None]] = deque()
         self._closed = False
+        self._orders = itertools.count()
+        self._parts: list[_Part] = []
+        self._running = threading.local()
 
     def submit(self, work: Callable[..., T], *args: object, timeout: int | float | None = None) -> Future[T]:
         """Starts or queues work; blocks the calling thread while there is no place.
@@ -83,6 +109,37 @@ class Workers:
         finally:
             for future in ahead:
                 future.cancel()
+
+    def spread(self, work: Callable[[S], T], items: Sequence[S]) -> list[T]:
+        """Values in order, made by this thread and by every other that has nothing more urgent to do; for work that
+        itself runs here, and that needs no place for its parts. Raises the error of the first item that has one, when
+        no part is running any more.
+
+        Never waits for a part that has not begun, so it ends whatever the other threads do.
+        """
+        order: int = getattr(self._running, "order", -1)
+        parts = [_Part((order, number), partial(work, item)) for number, item in enumerate(items)]
+        with self._lock:
+            for part in parts:
+                heappush(self._parts, part)
+        try:
+            for _ in range(min(len(parts), self.threads) - 1):
+                self._executor.submit(self._help)
+        except RuntimeError:
+            pass  # shut down: what has begun is finished here
+        # Not what is less urgent: this thread's own work would be ready later for it.
+        self._help(order)
+        wait([part.done for part in parts])
+        return [part.done.result() for part in parts]
+
+    def _help(self, order: int | None = None) -> None:
+        """Runs parts, the most urgent first, until all up to `order` have begun; None for all there are."""
+        while True:
+            with self._lock:
+                if not self._parts or (order is not None and self._parts[0].order[0] > order):
+                    return
+                part = heappop(self._parts)
+            part.run()
 
     async def run(self, work: Callable[..., T], *args: object) -> T:
         """The value of one piece of work, without blocking the event loop. Cancelling drops it if it has not begun."""
@@ -157,12 +214,16 @@ class Workers:
     def _start(self, work: Callable[..., T], *args: object) -> Future[T]:
         """Takes over the caller's place, and leaves it when the work has ended or was dropped."""
         try:
-            future = self._executor.submit(work, *args)
+            future = self._executor.submit(self._run, next(self._orders), work, *args)
         except RuntimeError:
             self._leave()
             raise _closed() from None
         future.add_done_callback(lambda _: self._leave())
         return future
+
+    def _run(self, order: int, work: Callable[..., T], *args: object) -> T:
+        self._running.order = order
+        return work(*args)
 
 
 def usable_cores() -> int:

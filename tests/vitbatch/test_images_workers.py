@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -228,3 +229,113 @@ def test_sizes_default_to_the_cores_and_are_checked():
         Workers(4, limit=3)
     with pytest.raises(ValueError, match="0 threads"):
         Workers(0)
+
+
+# ---- spread ----
+
+
+def thirds(value: int, workers: Workers) -> list[int]:
+    def part(third: int) -> int:
+        if value == 3 and third == 1:
+            raise ImageError(f"image {value} is bad")
+        return 3 * value + third
+
+    return workers.spread(part, range(3))
+
+
+def test_more_work_than_threads_can_spread_at_once_and_ends(workers):
+    outcomes = list(workers.each(lambda value: thirds(value, workers), range(40)))
+    for value, outcome in enumerate(outcomes):
+        if value == 3:
+            with pytest.raises(ImageError, match="image 3 is bad"):
+                outcome.result()
+        else:
+            assert outcome.result() == [3 * value, 3 * value + 1, 3 * value + 2]
+    assert all_places_are_free(workers)
+
+
+def test_parts_are_done_by_all_threads_and_need_no_place():
+    meet = threading.Barrier(3)
+    with Workers(3, limit=3) as workers:
+        # The barrier opens only when all three threads are at a part at the same time.
+        done = workers.submit(workers.spread, lambda part: meet.wait(PATIENCE) is not None and part, range(6))
+        assert done.result(PATIENCE) == [*range(6)]
+        assert all_places_are_free(workers)
+
+
+def test_a_thread_of_later_work_does_the_parts_of_earlier_work_first():
+    seen, both, spread, late = [], threading.Barrier(2), threading.Event(), threading.Event()
+
+    def earlier_part(number: int) -> None:
+        if number == 0:
+            # Until all its other parts are somebody else's work.
+            spread.set()
+            assert late.wait(PATIENCE)
+        seen.append(("earlier", number))
+
+    def later_part(number: int) -> None:
+        late.set()
+        seen.append(("later", number))
+
+    def earlier() -> None:
+        both.wait(PATIENCE)
+        workers.spread(earlier_part, range(8))
+
+    def later() -> None:
+        both.wait(PATIENCE)
+        assert spread.wait(PATIENCE)
+        workers.spread(later_part, range(4))
+
+    with Workers(2) as workers:
+        for done in [workers.submit(earlier), workers.submit(later)]:
+            done.result(PATIENCE)
+    assert seen[:7] == [("earlier", number) for number in range(1, 8)]
+    assert sorted(seen[7:]) == [("earlier", 0), *(("later", number) for number in range(4))]
+
+
+def test_the_error_of_a_part_comes_when_no_part_is_running_any_more(workers):
+    gate, began = Gate(), threading.Event()
+
+    def part(number: int) -> None:
+        if number == 0:
+            began.set()
+            raise ImageError("image 0 is bad")
+        gate()
+
+    done = workers.submit(workers.spread, part, range(2))
+    assert began.wait(PATIENCE)
+    gate.wait_begun(1)
+    assert not done.done()
+    gate.open.set()
+    with pytest.raises(ImageError, match="image 0 is bad"):
+        done.result(PATIENCE)
+    assert all_places_are_free(workers)
+
+
+def test_work_that_has_begun_spreads_its_parts_after_shutdown_too():
+    workers, gate = Workers(2), Gate()
+
+    def work() -> list[int]:
+        gate()
+        return workers.spread(lambda part: part * part, range(5))
+
+    done = workers.submit(work)
+    gate.wait_begun(1)
+    workers.shutdown()
+    gate.open.set()
+    assert done.result(PATIENCE) == [0, 1, 4, 9, 16]
+
+
+def test_anybody_may_spread_and_nothing_is_no_work(workers):
+    assert workers.spread(lambda part: -part, range(3)) == [0, -1, -2]
+    assert workers.spread(square_or_fail, []) == []
+
+
+def test_pictures_prepared_in_bands_by_all_threads_are_those_of_one(workers):
+    processor = ImageProcessor(patch_size=16, merge_size=2, min_pixels=1024, max_pixels=1 << 22)
+    pictures = [noise(*size, 0) for size in [(1000, 900), (64, 96), (1024, 928), (700, 1211), (1500, 640)]]
+    prepare = partial(processor.prepare, spread=workers.spread)
+    for done, picture in zip(workers.each(prepare, pictures), pictures, strict=True):
+        want = processor.prepare(picture)
+        assert done.result().key == want.key
+        np.testing.assert_array_equal(done.result().patches, want.patches)

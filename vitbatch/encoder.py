@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from PIL import Image
 
 from vitbatch import checkpoint as checkpoints
+from vitbatch.bursts import plan_bursts
 from vitbatch.cache import EmbeddingCache, PoolFull
 from vitbatch.calls import CallStats, EncodedImages, Frame
 from vitbatch.compile_guard import run_compiled
@@ -42,12 +43,6 @@ _WARM_IMAGE_PATCHES = 1024
 
 # Grids whose position taps are kept; servers see the same few sizes again and again.
 _KEPT_GRIDS = 64
-
-# The first calls of `encode` may be made from this share of the patches that keep the devices busy, so that they do not
-# wait for pictures that take long to prepare; from twice as many each time it was looked at. Not where they would pad
-# more than this share.
-_FIRST_SHARE = 4
-_FIRST_PADDING = 0.125
 
 # Calls dispatched before the first is waited for. Each holds its patches and rows on the device.
 _IN_FLIGHT = 3
@@ -109,7 +104,7 @@ class VisionEncoder:
         self._pool = zeros_of(self._pool_shape)
         self._compiled: dict[tuple[Bucket, str], Compilation] = {}
         self._calls = 0
-        self._workers: Workers | None = None
+        self._workers = Workers()  # no thread before there is work
 
     @classmethod
     def from_checkpoint(
@@ -244,9 +239,9 @@ class VisionEncoder:
     def encode(self, images: Sequence[AnyImage]) -> list[Float[np.ndarray, "T W"]]:
         """Images of any requests -> float32 rows [tokens, row_width] on the host, in the order given.
 
-        Equal images are encoded once. Images that are not prepared yet are, by a thread a core, while the devices
-        encode those before them. The pool and the cache are left alone. Raises ImageError for an image that cannot be
-        used and ValueError for one above the largest bucket.
+        Equal images are encoded once. Images that are not prepared yet are, by a thread a core on one after the other,
+        while the devices encode those before them. The pool and the cache are left alone. Raises ImageError for an
+        image that cannot be used and ValueError for one above the largest bucket.
         """
         keys: list[bytes] = []
         place: dict[bytes, int] = {}
@@ -275,27 +270,7 @@ class VisionEncoder:
         return list(self._rows((plan, frames) for plan in self._plan([f.grid[0] * f.grid[1] for f in frames])))
 
     def _bursts(self, frames: Iterable[Frame]) -> Iterator[tuple[CallPlan, Sequence[Frame]]]:
-        """Calls over frames as they come: planned whenever there are enough to keep the devices busy, and at first
-        when there are fewer but they fill their lanes, so that the first runs while later ones are made. What they
-        hold depends on the frames alone, not on time."""
-        waiting: list[Frame] = []
-        patches, enough = 0, self._burst // _FIRST_SHARE
-        for frame in frames:
-            waiting.append(frame)
-            patches += len(frame.rows)
-            if patches >= enough:
-                enough = min(2 * enough, self._burst)
-                plans = self._plan([len(f.rows) for f in waiting])
-                # The last call may have room for frames to come.
-                plans = plans[:-1] or plans
-                if patches < self._burst and max(plan.padded_ratio for plan in plans) > _FIRST_PADDING:
-                    continue
-                for plan in plans:
-                    yield plan, waiting
-                waiting = waiting[plans[-1].images[-1] + 1 :]
-                patches = sum(len(f.rows) for f in waiting)
-        for plan in self._plan([len(f.rows) for f in waiting]):
-            yield plan, waiting
+        return plan_bursts(frames, self._plan, self._burst)
 
     def _rows(self, calls: Iterable[tuple[CallPlan, Sequence[Frame]]]) -> Iterator[Float[np.ndarray, "T W"]]:
         """Runs calls and gives the float32 rows of their images, in order. While one runs, the next is laid out and
@@ -439,11 +414,9 @@ class VisionEncoder:
         )
 
     def _prepared(self, images: Sequence[AnyImage]) -> Iterator[PreparedImage]:
-        """In order, made by threads that work ahead."""
+        """In order, made by threads that work ahead, together on the first that is not ready."""
         raw = [image for image in images if not isinstance(image, PreparedImage)]
-        if raw and self._workers is None:
-            self._workers = Workers()
-        made = self._workers.each(self.processor.prepare, raw) if self._workers else iter(())
+        made = self._workers.each(partial(self.processor.prepare, spread=self._workers.spread), raw)
         for image in images:
             yield image if isinstance(image, PreparedImage) else next(made).result()
 

@@ -122,9 +122,9 @@ def test_the_first_call_does_not_wait_for_the_pictures_after_it(encoder_of, monk
     want = encoder.encode(prepare(encoder, (256, 256), seed=0))
     called, prepare_one, dispatch = threading.Event(), encoder.processor.prepare, encoder._dispatch
 
-    def prepare_late(picture: np.ndarray):
+    def prepare_late(picture: np.ndarray, **how):
         assert picture is first or called.wait(60), "no call was made of the first picture alone"
-        return prepare_one(picture)
+        return prepare_one(picture, **how)
 
     def tell(*call):
         rows = dispatch(*call)

@@ -15,6 +15,8 @@ ErrorKind = Literal["invalid", "overloaded", "internal"]
 Refusal = Literal["queue_full", "unavailable"]
 
 MAX_TEMPERATURE = 2.0
+LEAST_REPETITION = 0.01
+"""Of a repetition penalty: logits divided by less may overflow."""
 MAX_LOGPROBS = 20
 """Most alternatives a token's log-probabilities are told for; the device program's outputs have room for so many."""
 MAX_CHOICES = 8
@@ -67,7 +69,7 @@ class SamplingParams:
         presence_penalty: taken off the logit of every token generated before, -2 to 2.
         frequency_penalty: taken off it once for each time it was generated, -2 to 2.
         repetition_penalty: divides the positive and multiplies the negative logits of the tokens of the prompt and of
-            the answer, above 0 to 2; 1 is off.
+            the answer, 0.01 (where no logit overflows) to 2; 1 is off.
         logit_bias: (token id, -100 to 100) pairs, added to the logits.
         min_tokens: tokens before which neither eos nor `stop_token_ids` can be sampled.
         stop_token_ids: further ids that end the answer.
@@ -101,8 +103,6 @@ class SamplingParams:
             value = getattr(self, name)
             if not (math.isfinite(value) and low <= value <= high):
                 raise InvalidRequest(f"{name} is {value}; it must be from {low:g} to {high:g}")
-        if not (math.isfinite(self.repetition_penalty) and 0.0 < self.repetition_penalty <= 2.0):
-            raise InvalidRequest(f"repetition_penalty is {self.repetition_penalty}; it must be above 0, at most 2")
         if self.seed is not None and not _INT64_MIN <= self.seed <= _INT64_MAX:
             raise InvalidRequest(f"seed is {self.seed}; it must fit a signed 64-bit integer")
         if not 0 <= self.top_k < 1 << 31:
@@ -139,6 +139,7 @@ _RANGES = (
     ("min_p", 0.0, 1.0),
     ("presence_penalty", -2.0, 2.0),
     ("frequency_penalty", -2.0, 2.0),
+    ("repetition_penalty", LEAST_REPETITION, 2.0),
 )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from serving.api import schemas, tools
 from serving.api.limits import Limits
-from serving.protocol import MAX_BIAS, MAX_CHOICES, MAX_LOGPROBS, MAX_TEMPERATURE
+from serving.protocol import LEAST_REPETITION, MAX_BIAS, MAX_CHOICES, MAX_LOGPROBS, MAX_TEMPERATURE
 
 Json = dict[str, Any]
 
@@ -161,7 +161,7 @@ def _common(limits: Limits) -> Json:
         "min_p": _number("number", 0, 1),
         "presence_penalty": _number("number", -2, 2),
         "frequency_penalty": _number("number", -2, 2),
-        "repetition_penalty": _or_null({"type": "number", "exclusiveMinimum": 0, "maximum": 2}),
+        "repetition_penalty": _number("number", LEAST_REPETITION, 2),
         "logit_bias": _or_null(
             {
                 "type": "object",

@@ -259,7 +259,7 @@ PROMPT, ANSWER, ENDS = [3, 4, 4, 36, 0], [9, 3, 9, 9], frozenset({2, 30})
     "wishes",
     [
         {"repetition_penalty": 1.25},
-        {"repetition_penalty": 0.5},
+        {"repetition_penalty": 0.01, "min_tokens": 5},
         {"frequency_penalty": 0.5, "presence_penalty": 0.25},
         {"presence_penalty": -2.0},
         {"logit_bias": ((9, -100.0), (30, 12.5))},
@@ -394,6 +394,7 @@ def test_scores_come_with_every_way_of_drawing_and_only_when_asked_for(logits):
         {"presence_penalty": 2.5},
         {"frequency_penalty": float("inf")},
         {"repetition_penalty": 0.0},
+        {"repetition_penalty": 5e-324},
         {"repetition_penalty": 2.5},
         {"logit_bias": ((5, 101.0),)},
         {"logit_bias": ((-1, 1.0),)},

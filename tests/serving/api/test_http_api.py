@@ -125,7 +125,7 @@ def test_a_surrogate_pair_is_a_character():
         ({"min_p": 1.5}, "min_p", "from 0 to 1"),
         ({"presence_penalty": 2.5}, "presence_penalty", "from -2 to 2"),
         ({"frequency_penalty": "a"}, "frequency_penalty", "a number"),
-        ({"repetition_penalty": 0}, "repetition_penalty", "above 0"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "from 0.01 to 2"),
         ({"min_tokens": 4, "max_tokens": 3}, "min_tokens", "max_tokens, which is 3"),
         ({"min_tokens": 5000}, "min_tokens", "leaves room for"),
         ({"logit_bias": [5]}, "logit_bias", "an object"),

@@ -19,7 +19,7 @@ from PIL import Image
 from vitbatch.images.rules import Fit
 
 # So many that Python's part in a band is small, so few that the band stays in a core's cache.
-_BAND_PIXELS = 1 << 18
+_BAND_PIXELS = 1 << 19
 
 T = TypeVar("T")
 Picture = Image.Image | UInt8[np.ndarray, "H W 3"]

@@ -16,7 +16,7 @@ from dsa_indexer.quant import KeyFormat, encode_keys, encode_queries
 from dsa_indexer.replicated import topk_rows
 from dsa_indexer.rope import Yarn, inverse_frequencies, rope_tables
 from dsa_indexer.rows import RowBatch, to_paged, to_ragged
-from dsa_indexer.sparse_mla import sparse_mla
+from dsa_indexer.sparse_mla import LatentRows, encode_latents, sparse_mla
 from dsa_indexer.striped import (
     striped_topk_projected,
     striped_topk_projected_local,
@@ -33,6 +33,7 @@ __all__ = [
     "IndexerConfig",
     "IndexerShapes",
     "KeyFormat",
+    "LatentRows",
     "LatentShape",
     "PoolTail",
     "PooledIndexer",
@@ -41,6 +42,7 @@ __all__ = [
     "Yarn",
     "check_kernels",
     "encode_keys",
+    "encode_latents",
     "encode_queries",
     "engages",
     "expand_pools",

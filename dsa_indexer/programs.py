@@ -23,7 +23,7 @@ from dsa_indexer.pooled import PooledIndexer, PoolTail, expand_pools
 from dsa_indexer.quant import KeyFormat, encode_keys, encode_queries
 from dsa_indexer.replicated import topk_rows
 from dsa_indexer.rows import RowBatch
-from dsa_indexer.sparse_mla import sparse_mla
+from dsa_indexer.sparse_mla import LatentRows, sparse_mla
 from dsa_indexer.striped import striped_topk_rows
 from vitstripe import Program, require_auto_axis
 from vitstripe.platform import Platform, platform_of_mesh
@@ -35,12 +35,14 @@ _COLLECTIVES = {"pmax": "all_reduce", "all_gather": "all_gather"}
 
 @dataclass(frozen=True)
 class LatentShape:
-    """The attention that reads the selection: heads on a device, C = width of a cached row, V = value_dim of it."""
+    """The attention that reads the selection: heads on a device, C = width of a cached row, V = value_dim of it. form:
+    how latents are cached, None for the dtype of the rest."""
 
     heads: int
     width: int
     value_dim: int
     scale: float
+    form: KeyFormat | None = None
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,8 @@ def programs(
         indexer/striped     the same over the mesh; only there if the axis has more than one device
         indexer/paged       (q, gates, pages, scale_pages, page_table, lengths) -> indices
         indexer/expand      (pools, lengths) -> tokens; only there for pooled keys
-        indexer/sparse_mla  (q, kv, indices) -> values; only there if `latent` is given
+        indexer/sparse_mla  (q, kv, indices) -> values, kv LatentRows for latents in float8; only there if `latent` is
+                            given
 
     dtype: of the parameters and hidden states. form: of queries and keys in the cache. cos and sin are None for a
     config without rotation. key_scales and scale_pages are None unless the keys are float8.
@@ -157,6 +160,10 @@ def programs(
         q = array(s.rows, latent.heads, latent.width, dtype=dtype)
         slots = s.pages * s.page_size * (config.pool or 1)
         kv = array(slots, latent.width, dtype=dtype)
+        if latent.form is not None and latent.form.is_fp8:
+            values = array(slots, latent.value_dim, dtype=latent.form.jax_dtype)
+            rest = array(slots, latent.width - latent.value_dim, dtype=dtype)
+            kv = LatentRows(values, floats(slots), rest if rest.size else None)
         found.append(program("sparse_mla", on_every_device(attend), q, kv, array(s.rows, config.width)))
     return found
 

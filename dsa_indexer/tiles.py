@@ -141,6 +141,10 @@ _SPARSE = {
     "default": SparseTile(heads=16, keys=32, warps=4, stages=1, columns=128, keys_first=True),
 }
 _SPARSE_OF_FEW_HEADS = {"sm90": SparseTile(heads=16, keys=64, warps=4, stages=2, programs=256)}
+_FLOAT8_SPARSE_OF_FEW_HEADS = {
+    # By the compiler's report, not timed: latents wait in shared memory narrow and wide, and blocks of 64 spill.
+    "sm90": SparseTile(heads=16, keys=32, warps=4, stages=2, columns=128, programs=256),
+}
 _FEW_HEADS = 32
 
 
@@ -159,6 +163,10 @@ def select_tile(platform: Platform) -> SelectTile:
     return platform.row_of(_SELECT)
 
 
-def sparse_tile(platform: Platform, *, heads: int) -> SparseTile:
-    """The tile of the sparse attention kernel for that many heads on a device."""
-    return platform.row_of(_SPARSE | _SPARSE_OF_FEW_HEADS if heads <= _FEW_HEADS else _SPARSE)
+def sparse_tile(platform: Platform, *, heads: int, is_float8: bool) -> SparseTile:
+    """The tile of the sparse attention kernel for that many heads on a device, with latents of one byte a number
+    (is_float8) or two."""
+    if heads > _FEW_HEADS:
+        return platform.row_of(_SPARSE)
+    few = _SPARSE_OF_FEW_HEADS | (_FLOAT8_SPARSE_OF_FEW_HEADS if is_float8 else {})
+    return platform.row_of(_SPARSE | few)

@@ -6,11 +6,15 @@ block is gathered once: all heads score it, and its latent part is multiplied ag
     queries [heads, V | rest]   x   keys [block, V | rest]   ->  scores [heads, block]  ->  running softmax, base 2
                                     keys [block, V]          ->  sums   [heads, V]
 
+float8 latents are widened to bfloat16 in registers, which is exact; their scales multiply the latent part of the
+scores, and the weights before these multiply the values.
+
 Where the rows are too few to fill a GPU, as in decoding, the selection is cut into parts, a program each, whose sums
 are joined afterwards. Blocks past a row's last key are not read.
 """
 
 import math
+from dataclasses import replace
 from functools import partial, reduce
 from operator import add
 from typing import Any
@@ -22,7 +26,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int32
 
-from dsa_indexer.tiles import SparseTile, sparse_tile
+from dsa_indexer.quant import KeyFormat
+from dsa_indexer.sparse_mla.latents import LatentRows, as_codes, widen
+from dsa_indexer.tiles import SparseTile, has_tiles, sparse_tile
 from vitstripe.platform import Platform
 
 LARGEST_VALUE_DIM, LARGEST_REST, LARGEST_K = 512, 128, 8192
@@ -38,16 +44,19 @@ def _power_of_two(size: int) -> int:
 
 def _kernel(
     q_ref: Any,
-    kv_ref: Any,
+    kv: Any,
     indices_ref: Any,
     *out_refs: Any,
     tile: SparseTile,
     value_dim: int,
     scale: float,
     parts: int,
+    latent_factor: float,
 ):
-    """out_refs: the values, or with several parts their float32 sums, the peaks and the totals that go with them."""
-    (_, num_heads, width), (num_slots, _) = q_ref.shape, kv_ref.shape
+    """kv: a reference, or LatentRows of them with the codes and the factor of `as_codes`. out_refs: the values, or with
+    several parts their float32 sums, the peaks and the totals that go with them."""
+    is_float8 = isinstance(kv, LatentRows)
+    (_, num_heads, width), num_slots, dtype = q_ref.shape, (kv.values if is_float8 else kv).shape[0], q_ref.dtype
     num_indices = indices_ref.shape[1]
     groups = -(-num_heads // tile.heads)
     row, group = lax.div(pl.program_id(0), groups), lax.rem(pl.program_id(0), groups)
@@ -112,20 +121,39 @@ def _kernel(
         """Zeros where there is no key: what lies in slot 0, a NaN say, must not meet the weights."""
         column, inside = columns(piece)
         seen = is_key(slot)
-        at = kv_ref.at[jnp.where(seen, slot, 0)[:, None], column[None, :]]
-        return load(at, both(seen, inside, (tile.keys, piece[2])))
+        place, mask = jnp.where(seen, slot, 0)[:, None], both(seen, inside, (tile.keys, piece[2]))
+        if not is_float8:
+            return load(kv.at[place, column[None, :]], mask)
+        if piece[0] == value_dim:
+            return load(kv.rest.at[place, column[None, :] - value_dim], mask)
+        # Masked when it is wide: the compiler then moves wide numbers to where the products take them. It would move
+        # bytes, and widen them once for each product (367 registers on gfx942, not 228).
+        codes = plt.load(kv.values.at[place, (column if inside is None else jnp.where(inside, column, 0))[None, :]])
+        return widen(codes) if mask is None else jnp.where(mask, widen(codes), 0)
+
+    def scales_of(slot: Array) -> Array:
+        """One number a key of the block, along the axis of keys."""
+        seen = is_key(slot)
+        found = plt.load(kv.scales.at[jnp.where(seen, slot, 0)], mask=seen, other=0.0)
+        return jnp.expand_dims(found * latent_factor, heads_axis)
 
     def score(slot: Array, keys: list[Array], peak: Array, total: Array) -> tuple[Array, Array, Array, Array]:
         """The block's weights, the new peak and total, and the factor for what was summed before."""
         products = [plt.dot(k, q.T) if tile.keys_first else plt.dot(q, k.T) for q, k in zip(queries, keys, strict=True)]
+        latents, rest, scales = products, [], None
+        if is_float8:
+            latents, rest, scales = products[:num_values], products[num_values:], scales_of(slot)
+        latent_scale = scale if scales is None else scale * scales
         # Scaled one by one, they are no chain of products either; where there is one anyway, they share their sums.
-        scores = reduce(add, [x * scale for x in products]) if tile.behind else reduce(add, products) * scale
+        latents = latents if tile.behind else [reduce(add, latents)]
+        scores = reduce(add, [*(x * latent_scale for x in latents), *(x * scale for x in rest)])
         scores = jnp.where(jnp.expand_dims(is_key(slot), heads_axis), scores, -jnp.inf)
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=1 - heads_axis))
         weights = jnp.exp2(scores - across(new_peak))
         shrink = jnp.exp2(peak - new_peak)
         total = total * shrink + jnp.sum(weights, axis=1 - heads_axis)
-        return weights.astype(kv_ref.dtype), new_peak, total, shrink
+        weights = weights if scales is None else weights * scales
+        return weights.astype(dtype), new_peak, total, shrink
 
     def weigh(weights: Array, value: Array) -> Array:
         return plt.dot(value.T, weights) if tile.keys_first else plt.dot(weights, value)
@@ -157,7 +185,7 @@ def _kernel(
     peak, total = jnp.full((tile.heads,), _NO_SCORE, jnp.float32), jnp.zeros((tile.heads,), jnp.float32)
     sums = [zeros(piece[2]) for piece in pieces[:num_values]]
     if tile.behind:
-        start = (slots(low), peak, total, jnp.full_like(lane, -1), peak * 0, zeros(tile.keys, kv_ref.dtype), *sums)
+        start = (slots(low), peak, total, jnp.full_like(lane, -1), peak * 0, zeros(tile.keys, dtype), *sums)
         _, peak, total, before, shrink, weights, *sums = lax.fori_loop(low, high, behind, start)
         sums = add_values(sums, shrink, weights, before)
     else:
@@ -186,7 +214,7 @@ def _parts(rows: int, groups: int, blocks: int, tile: SparseTile) -> int:
 
 def sparse_mla_triton(
     q: Float[Array, "T H C"],
-    kv: Float[Array, "slots C"],
+    kv: Float[Array, "slots C"] | LatentRows,
     indices: Int32[Array, "T K"],
     *,
     scale: float,
@@ -195,8 +223,9 @@ def sparse_mla_triton(
     tile: SparseTile | None = None,
     interpret: bool = False,
 ) -> Float[Array, "T H V"]:
-    """`sparse_mla` for q and kv of one 16-bit dtype. Products are summed in float32; the softmax is float32, its
-    weights rounded to kv's dtype before they multiply it.
+    """`sparse_mla` for q and kv of one 16-bit dtype, and for bfloat16 q with float8 latents. Products are summed in
+    float32; the softmax is float32, its weights rounded to q's dtype, times the latents' scales if they have any,
+    before they multiply the values.
 
     platform: what it is compiled for; it chooses the tile unless `tile` is given. interpret: run as plain JAX
     operations, on any device. Raises ValueError for arrays that `takes` refuses.
@@ -205,19 +234,24 @@ def sparse_mla_triton(
     num_indices = indices.shape[1]
     if refusal := _refusal(q, kv, indices, value_dim):
         raise ValueError(f"the sparse attention kernel takes {refusal}; use plain XLA")
-    if min(num_rows, num_heads, num_indices, kv.shape[0]) == 0:
+    is_float8 = isinstance(kv, LatentRows)
+    if min(num_rows, num_heads, num_indices, (kv.values if is_float8 else kv).shape[0]) == 0:
         return jnp.zeros((num_rows, num_heads, value_dim), q.dtype)
-    tile = sparse_tile(platform, heads=num_heads) if tile is None else tile
+    tile = sparse_tile(platform, heads=num_heads, is_float8=is_float8) if tile is None else tile
     groups, blocks = -(-num_heads // tile.heads), -(-num_indices // tile.keys)
     parts = _parts(num_rows, groups, blocks, tile)
-    shape = (num_rows, num_heads, value_dim)
+    shape, factor = (num_rows, num_heads, value_dim), 1.0
+    if is_float8:
+        codes, factor = as_codes(kv.values)
+        kv = replace(kv, values=codes)
     if parts == 1:
         outputs = (jax.ShapeDtypeStruct(shape, q.dtype),)
     else:
         numbers = jax.ShapeDtypeStruct((parts, *shape[:2]), jnp.float32)
         outputs = (jax.ShapeDtypeStruct((parts, *shape), jnp.float32), numbers, numbers)
+    scale *= math.log2(math.e)
     found = pl.pallas_call(
-        partial(_kernel, tile=tile, value_dim=value_dim, scale=scale * math.log2(math.e), parts=parts),
+        partial(_kernel, tile=tile, value_dim=value_dim, scale=scale, parts=parts, latent_factor=factor),
         grid=(num_rows * groups, parts),
         out_shape=outputs,
         compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
@@ -233,20 +267,28 @@ def sparse_mla_triton(
     return (values / jnp.where(total == 0, 1, total)[..., None]).astype(q.dtype)
 
 
-def _refusal(q: Array, kv: Array, indices: Array, value_dim: int) -> str | None:
+def _refusal(q: Array, kv: Array | LatentRows, indices: Array, value_dim: int) -> str | None:
     """What the kernel takes instead of these, in words; None if it takes them."""
-    rest, k = kv.shape[1] - value_dim, indices.shape[1]
-    if q.dtype != kv.dtype or kv.dtype not in (jnp.bfloat16, jnp.float16):
+    if isinstance(kv, LatentRows):
+        if q.dtype != jnp.bfloat16:  # float16 does not hold weights that a scale has made small
+            return f"float8 latents with bfloat16 q, not {q.dtype}"
+    elif q.dtype != kv.dtype or kv.dtype not in (jnp.bfloat16, jnp.float16):
         return f"q and kv of one 16-bit dtype, not {q.dtype} and {kv.dtype}"
+    rest, k, largest = q.shape[2] - value_dim, indices.shape[1], max(x.size for x in jax.tree.leaves((q, kv)))
     if not 1 <= value_dim <= LARGEST_VALUE_DIM or not 0 <= rest <= LARGEST_REST:
         return f"up to {LARGEST_VALUE_DIM} columns of values and {LARGEST_REST} others, not {value_dim} and {rest}"
-    if max(q.size, kv.size) > _MOST_ELEMENTS:
-        return f"up to {_MOST_ELEMENTS} elements, not {q.size} of q and {kv.size} of kv"
+    if largest > _MOST_ELEMENTS:
+        return f"arrays of up to {_MOST_ELEMENTS} elements, not {largest}"
     if k > LARGEST_K:
         return f"up to {LARGEST_K} indices a row, not {k}"
     return None
 
 
-def takes(q: Array, kv: Array, indices: Array, value_dim: int, platform: Platform) -> bool:
+def takes(q: Array, kv: Array | LatentRows, indices: Array, value_dim: int, platform: Platform) -> bool:
     """Whether the kernel serves arrays of these dtypes and sizes on this platform."""
-    return platform.runs_kernels and _refusal(q, kv, indices, value_dim) is None
+    if not platform.runs_kernels or _refusal(q, kv, indices, value_dim) is not None:
+        return False
+    # Which float8 an architecture converts is known only of those in the table.
+    return not isinstance(kv, LatentRows) or (
+        has_tiles(platform) and kv.values.dtype == KeyFormat.fp8(platform.arch).jax_dtype
+    )

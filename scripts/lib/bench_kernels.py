@@ -27,7 +27,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from dsa_indexer import sparse_mla
+from dsa_indexer import KeyFormat, LatentRows, encode_latents, sparse_mla
 from dsa_indexer.scores.triton import row_scores_triton
 from dsa_indexer.topk.triton import select_topk_triton
 from serving.config import ROW_TILE, STATE_CHUNK
@@ -217,7 +217,10 @@ class Bench:
             make = partial(sparse_inputs, rows=rows, heads=heads, width=width, requests=1, slots=slots, k=k)
             sets = rotated(make)
             self.add(name, "kernel", sets, partial(attend, platform=self.platform), flop, "TFLOP/s", group=5)
+            float8 = [self.in_float8(arrays, value_dim) for arrays in sets]
+            self.add(name, "kernel, float8", float8, partial(attend, platform=self.platform), flop, "TFLOP/s", group=5)
         self.add(name, "plain XLA", sets, partial(attend, platform=PLAIN), flop, "TFLOP/s", group=1)
+        self.add(name, "plain XLA, float8", float8, partial(attend, platform=PLAIN), flop, "TFLOP/s", group=1)
         if find_spec("torch") is not None:
             self.put(name, "torch, gather and sdpa", torch_sparse_seconds(sets, value_dim), flop, "TFLOP/s")
         requests, keys = 64, 8192
@@ -228,6 +231,17 @@ class Bench:
         self.add(name, "plain XLA", sets, partial(attend, platform=PLAIN), amount, "TB/s", group=4)
         if find_spec("torch") is not None:
             self.put(name, "torch, gather and sdpa", torch_sparse_seconds(sets, value_dim), amount, "TB/s")
+        # A byte for a latent's number, four for its scale, two for a rotated one.
+        amount = requests * k * (value_dim + 4 + 2.0 * (width - value_dim))
+        float8 = [self.in_float8(arrays, value_dim) for arrays in sets]
+        for what, platform, group in (("kernel, float8", self.platform, GROUP), ("plain XLA, float8", PLAIN, 4)):
+            self.add(name, what, float8, partial(attend, platform=platform), amount, "TB/s", group=group)
+
+    def in_float8(self, arrays: tuple, value_dim: int) -> tuple:
+        """The same q, kv and indices with latents in the architecture's float8."""
+        q, kv, indices = arrays
+        values, scales = encode_latents(kv[:, :value_dim], KeyFormat.fp8(self.platform.arch))
+        return q, LatentRows(values, scales, kv[:, value_dim:]), indices
 
     def paged(self) -> None:
         requests, keys, heads, kv_heads, dim, page = 64, 8192, 32, 8, 128, 64

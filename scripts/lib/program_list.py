@@ -10,7 +10,7 @@ import contextlib
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,7 @@ def tower_programs(model_type: str, mesh: AnyMesh, platform: Platform, scope: Sc
 
 
 def indexer_programs(model_type: str, mesh: AnyMesh, platform: Platform) -> Iterator[Program]:
-    """Every program of an indexer layer: both merges, keys in bfloat16 and in the architecture's float8."""
+    """Every program of an indexer layer: both merges, keys and latents in bfloat16 and in the architecture's float8."""
     config = config_of(model_type)
     indexer = IndexerConfig.from_hf(config)
     text = config.get("text_config") or config
@@ -122,7 +122,7 @@ def indexer_programs(model_type: str, mesh: AnyMesh, platform: Platform) -> Iter
             mesh,
             form=form,
             stripes=StripeConfig(merge=merge),
-            latent=latent,
+            latent=replace(latent, form=form),
             platform=platform,
         )
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from dsa_indexer.quant import KeyFormat
 from dsa_indexer.scores.triton import paged_scores_triton, row_scores_triton
+from dsa_indexer.sparse_mla import LatentRows
 from dsa_indexer.sparse_mla.triton import sparse_mla_triton
 from dsa_indexer.topk.order import ForcedTokens
 from dsa_indexer.topk.triton import select_topk_triton
@@ -113,13 +114,27 @@ def _selection(platform: Platform) -> Iterator[KernelCase]:
 
 
 def _sparse(platform: Platform) -> Iterator[KernelCase]:
-    """Heads of a device of 8, of 4 and of one, of GLM-5.2's 64 and DeepSeek's 128; pooled keys add three columns."""
-    width, value_dim, slots = 576, 512, 65536
+    """Heads of a device of 8, of 4 and of one, of GLM-5.2's 64 and DeepSeek's 128; GLM-5.3's pooled keys add three to a
+    selection, and nothing is rotated there."""
+    slots, value_dim = 65536, 512
     fn = partial(sparse_mla_triton, scale=0.1, value_dim=value_dim, platform=platform)
-    for rows, heads, k in ((4096, 8, 2048), (4096, 16, 2051), (4096, 64, 2048), (4096, 128, 2048), (64, 8, 2048)):
-        q, kv = _array(rows, heads, width, dtype=jnp.bfloat16), _array(slots, width, dtype=jnp.bfloat16)
-        name = f"sparse attention, {rows} rows, {heads} heads, {k} keys"
-        yield KernelCase(name, platform.arch, fn, (q, kv, _array(rows, k)), _BF16[platform.arch])
+    for rows, heads, rope, k in (
+        (4096, 8, 64, 2048),
+        (4096, 16, 0, 2051),
+        (4096, 64, 64, 2048),
+        (4096, 128, 64, 2048),
+        (64, 8, 64, 2048),
+    ):
+        q = _array(rows, heads, value_dim + rope, dtype=jnp.bfloat16)
+        kv = _array(slots, value_dim + rope, dtype=jnp.bfloat16)
+        latents = LatentRows(
+            _array(slots, value_dim, dtype=KeyFormat.fp8(platform.arch).jax_dtype),
+            _array(slots, dtype=jnp.float32),
+            _array(slots, rope, dtype=jnp.bfloat16) if rope else None,
+        )
+        for label, cached in (("", kv), (", float8", latents)):
+            name = f"sparse attention{label}, {rows} rows, {heads} heads, {k} keys"
+            yield KernelCase(name, platform.arch, fn, (q, cached, _array(rows, k)), _BF16[platform.arch])
 
 
 def _paged(platform: Platform) -> Iterator[KernelCase]:

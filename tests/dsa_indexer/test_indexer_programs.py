@@ -66,7 +66,8 @@ def test_every_program_lowers_for_rocm_with_its_declared_collectives_and_its_ker
     config, form, arch, merge, tp = CASES[case]
     mesh, platform = rocm_mesh(tp, arch), Platform("rocm", arch, "")
     stripes = StripeConfig(merge=merge)
-    found = programs(config, SHAPES, mesh, form=form, stripes=stripes, latent=LATENT, platform=platform)
+    latent = replace(LATENT, form=form)
+    found = programs(config, SHAPES, mesh, form=form, stripes=stripes, latent=latent, platform=platform)
     names = [program.name.removeprefix("indexer/") for program in found]
     scales, pools = form.is_fp8, config.pool is not None
     assert names == [

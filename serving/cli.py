@@ -14,7 +14,7 @@ from serving.api.keys import Keys
 from serving.api.limits import Limits
 from serving.api.remote import ImageHosts
 from serving.chat import REASONING_PARSERS, TOOL_PARSERS
-from serving.config import INDEX_KEYS, EngineConfig
+from serving.config import CACHE_DTYPES, EngineConfig
 from serving.models.config import text_config
 from serving.profiling import Profiler
 from vitbatch import EncoderConfig
@@ -236,11 +236,18 @@ def parser() -> argparse.ArgumentParser:
     )
     g.add_argument(
         "--index-keys",
-        choices=INDEX_KEYS,
+        choices=CACHE_DTYPES,
         default="auto",
         help="how the keys are cached that an indexer scores (sparse-attention models: GLM-5, GLM-5.3, DeepSeek-V3.2). "
         "auto: in the dtype of the weights; float8: about half of bfloat16's bytes, a byte a number and a scale a key, "
         "with queries in float8, too: now and then a row selects other keys near its last rank",
+    )
+    g.add_argument(
+        "--latent-cache",
+        choices=CACHE_DTYPES,
+        default="auto",
+        help="how the latents are cached that those models attend to. auto: in the dtype of the weights; float8: about "
+        "half of bfloat16's bytes, a byte a number and a scale a token, columns that are rotated as before",
     )
 
     g = p.add_argument_group("images")
@@ -408,6 +415,7 @@ def engine_config(args: argparse.Namespace, checkpoint_config: dict[str, Any]) -
             cache_tokens=args.cache_tokens,
             prefix_cache=args.prefix_cache,
             index_keys=args.index_keys,
+            latent_cache=args.latent_cache,
             max_queue=args.max_queue,
             max_queue_tokens=args.max_queue_tokens,
             step_seconds=args.step_seconds,

@@ -9,8 +9,8 @@ STATE_CHUNK = 64
 """The same for decoders that keep a state a request: rows that their recurrence takes in one go. What public
 implementations of the delta rule use; a multiple of ROW_TILE."""
 
-INDEX_KEYS = ("auto", "float8")
-"""How an indexer's keys are cached."""
+CACHE_DTYPES = ("auto", "float8")
+"""How an indexer's keys are cached, and latents: in the dtype of the weights, or in the platform's float8."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class EngineConfig:
     paged cache holds (None: from free device memory, or max_seqs * max_model_len on a CPU). prefix_cache: keep the
     pages of what was computed for requests that begin alike; never done where the decoder keeps a state a request.
     index_keys: "auto" keeps an indexer's keys in the dtype of the weights, "float8" in the platform's float8, one scale
-    a key, with queries and keys rotated (Hadamard) before they are rounded.
+    a key, with queries and keys rotated (Hadamard) before they are rounded. latent_cache: the same of the latents that
+    are attended to, one scale a token; rotated columns stay in the dtype of the weights.
     max_queue: requests that may wait. max_queue_tokens: prompt tokens that may wait (None: half of max_queue requests
     of full length). step_seconds: a device call that takes longer is taken for dead. dp_encoder: deal images over the
     mesh. indexer_stripes: stripe the indexer's rows. stripe_rows: rows a stripe. merge: how stripes are put together.
@@ -38,6 +39,7 @@ class EngineConfig:
     cache_tokens: int | None = None
     prefix_cache: bool = True
     index_keys: str = "auto"
+    latent_cache: str = "auto"
     max_queue: int = 256
     max_queue_tokens: int | None = None
     step_seconds: float = 300.0
@@ -66,8 +68,9 @@ class EngineConfig:
             raise ValueError(f"step_seconds is {self.step_seconds}; it must be a positive number of seconds")
         if self.stripe_min_keys is not None and self.stripe_min_keys < 0:
             raise ValueError(f"stripe_min_keys is {self.stripe_min_keys}; it must not be negative")
-        if self.index_keys not in INDEX_KEYS:
-            raise ValueError(f"index_keys is {self.index_keys!r}; it must be one of {', '.join(INDEX_KEYS)}")
+        for name in ("index_keys", "latent_cache"):
+            if getattr(self, name) not in CACHE_DTYPES:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(CACHE_DTYPES)}")
         if self.merge not in ("pmax", "all_gather"):
             raise ValueError(f"merge is {self.merge!r}; it must be 'pmax' or 'all_gather'")
 

@@ -27,7 +27,7 @@ def check_indexer(lm: LanguageModel, stripes: StripeConfig) -> None:
     if lm.platform.runs_kernels:
         assert isinstance(lm.mesh, Mesh)  # on an abstract one nothing runs
         page_size = lm.config.page_size // (indexer.pool or 1)
-        dtype = lm.decoder.index_keys.jax_dtype or lm.dtype
+        dtype = lm.decoder.formats.index_keys.jax_dtype or lm.dtype
         check_kernels(indexer, lm.mesh, dtype=dtype, page_size=page_size, platform=lm.platform)
     if len(lm.selections) > 1:
         check_stripes(lm, stripes)
@@ -45,7 +45,7 @@ def check_stripes(lm: LanguageModel, stripes: StripeConfig) -> None:
     def normal(*shape: int) -> jax.Array:
         return jax.device_put(jax.random.normal(next(draw), shape, jnp.float32), whole)
 
-    form = lm.decoder.index_keys
+    form = lm.decoder.formats.index_keys
     q, gates = normal(rows, c.num_heads, c.head_dim).astype(lm.dtype), normal(rows, c.num_heads)
     q, gates = encode_queries(q, gates, form)
     index_keys, scales = encode_keys(normal(keys, c.head_dim).astype(lm.dtype), form)

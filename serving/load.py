@@ -11,7 +11,7 @@ from serving.config import EngineConfig
 from serving.engine import Engine
 from serving.lm import LanguageModel, LmShapes
 from serving.metrics import Metrics
-from serving.models import bind_decoder, family_of, index_key_format
+from serving.models import bind_decoder, cache_formats, family_of
 from serving.models.config import text_config
 from serving.runner import Runner
 from serving.scheduler import Scheduler
@@ -64,8 +64,8 @@ def load_engine(
     platform = platform_of_mesh(mesh)
     dtype = platform.default_dtype
     family = family_of(checkpoint.config)
-    form = index_key_format(checkpoint.config, config.index_keys, platform)
-    binding = bind_decoder(checkpoint, tp=config.tp, dtype=dtype, index_keys=form)
+    formats = cache_formats(checkpoint.config, config, platform)
+    binding = bind_decoder(checkpoint, tp=config.tp, dtype=dtype, formats=formats)
     raise_problems(checkpoint, [binding, *([bind_tower(checkpoint, dtype=dtype)] if has_images(checkpoint) else [])])
 
     # Raise ValueError for flags that this model cannot take: now, and not after minutes of loading.

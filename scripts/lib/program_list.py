@@ -27,6 +27,7 @@ from scripts.lib.model_sizes import ANOTHER_S_TOWER, MODEL_TYPES, config_of
 from serving import models
 from serving.config import EngineConfig
 from serving.lm import LanguageModel, LmShapes
+from serving.models.decoder import CacheFormats
 from vitbatch.config import TINY_BLOCK, Bucket
 from vitbatch.program import bucket_program, build_encode
 from vitbatch.towers import FAMILIES as TOWERS
@@ -131,14 +132,15 @@ def language_programs(
     model_type: str, family: Any, mesh: AnyMesh, platform: Platform, scope: Scope
 ) -> Iterator[Program]:
     """Everything a server of this decoder runs. Its passes twice where it has an indexer: with either merge, with keys
-    in bfloat16 and in the architecture's float8."""
+    and latents in bfloat16 and in the architecture's float8."""
     tp, config = mesh.shape["tp"], config_of(model_type)
     pool = (0, 0)
     if isinstance(config.get("vision_config"), dict):
         pool = (_POOL_ROWS, TOWERS[model_type].read_config(config).row_width)
     seen: set[str] = set()
     for merge, float8 in zip(MERGES, (False, True), strict=True):
-        more = (KeyFormat.fp8(platform.arch),) if family.has_indexer and float8 else ()
+        form = KeyFormat.fp8(platform.arch)
+        more = (CacheFormats(index_keys=form, latents=form),) if family.has_indexer and float8 else ()
         graphdef, abstract = nnx.split(nnx.eval_shape(lambda more=more: family.build(config, tp, jnp.bfloat16, *more)))
         engine = EngineConfig(
             tp=tp,

@@ -4,12 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsa_indexer import KeyFormat
+from serving.config import EngineConfig
 from serving.models.config import field, text_config
-from serving.models.decoder import WEIGHTS_DTYPE, Decoder, Family
+from serving.models.decoder import IN_WEIGHTS_DTYPE, WEIGHTS_DTYPE, CacheFormats, Decoder, Family
 from vitstripe.checkpoint import WRONG_KIND, Binding, Checkpoint, CheckpointError, bind
 from vitstripe.platform import Platform
 
-__all__ = ["Decoder", "bind_decoder", "families", "family_of", "index_key_format"]
+__all__ = ["Decoder", "bind_decoder", "cache_formats", "families", "family_of"]
 
 
 def families() -> dict[str, Family]:
@@ -42,26 +43,33 @@ def family_of(config: Mapping[str, Any]) -> Family:
     return known[kind]
 
 
-def index_key_format(config: Mapping[str, Any], index_keys: str, platform: Platform) -> KeyFormat:
-    """How the index keys of a config.json's model are cached. index_keys: as in EngineConfig.
+def cache_formats(config: Mapping[str, Any], engine: EngineConfig, platform: Platform) -> CacheFormats:
+    """How a config.json's model keeps what `engine` says of index_keys and latent_cache.
 
-    Raises ValueError for float8 where the model has no indexer or the platform has no float8.
+    Raises ValueError for float8 where the model has no such cache or the platform has no float8.
     """
-    if index_keys == "auto":
-        return WEIGHTS_DTYPE
-    if not family_of(config).has_indexer:
-        with_one = ", ".join(sorted(name for name, family in families().items() if family.has_indexer))
-        raise ValueError(
-            f"index_keys is {index_keys!r}, but model_type {config['model_type']!r} has no indexer and so no index "
-            f"keys; these have: {with_one}"
-        )
-    try:
-        return KeyFormat.fp8(platform.arch)
-    except ValueError as error:
-        raise ValueError(
-            f"index_keys is {index_keys!r}, but {platform.arch} has no float8 that this server knows; 'auto' keeps "
-            f"them in the dtype of the weights"
-        ) from error
+
+    def form(name: str, asked: str, what: str, lacks: str) -> KeyFormat:
+        if asked == "auto":
+            return WEIGHTS_DTYPE
+        if not family_of(config).has_indexer:
+            others = ", ".join(sorted(name for name, family in families().items() if family.has_indexer))
+            raise ValueError(
+                f"{name} is {asked!r}, but model_type {config['model_type']!r} has no {lacks} and so no {what}; these "
+                f"have: {others}"
+            )
+        try:
+            return KeyFormat.fp8(platform.arch)
+        except ValueError as error:
+            raise ValueError(
+                f"{name} is {asked!r}, but {platform.arch} has no float8 that this server knows; 'auto' keeps them in "
+                f"the dtype of the weights"
+            ) from error
+
+    return CacheFormats(
+        form("index_keys", engine.index_keys, "index keys", "indexer"),
+        form("latent_cache", engine.latent_cache, "latents", "latent attention"),
+    )
 
 
 def _layer_of(tensor: str) -> int:
@@ -71,9 +79,9 @@ def _layer_of(tensor: str) -> int:
     return int(number) if number.isdigit() else -1
 
 
-def bind_decoder(checkpoint: Checkpoint, *, tp: int, dtype, index_keys: KeyFormat = WEIGHTS_DTYPE) -> Binding:
-    """Builds the decoder abstractly for `tp` devices and finds its tensors; reads nothing. index_keys: see
-    `index_key_format`. Raises CheckpointError for what the family does not load; tensors that are missing or unknown
+def bind_decoder(checkpoint: Checkpoint, *, tp: int, dtype, formats: CacheFormats = IN_WEIGHTS_DTYPE) -> Binding:
+    """Builds the decoder abstractly for `tp` devices and finds its tensors; reads nothing. formats: see
+    `cache_formats`. Raises CheckpointError for what the family does not load; tensors that are missing or unknown
     are the binding's problems."""
     family = family_of(checkpoint.config)
     text = text_config(checkpoint.config)
@@ -88,7 +96,7 @@ def bind_decoder(checkpoint: Checkpoint, *, tp: int, dtype, index_keys: KeyForma
 
     def build():
         try:
-            more = (index_keys,) if family.has_indexer else ()
+            more = (formats,) if family.has_indexer else ()
             return family.build(checkpoint.config, tp, dtype, *more)
         except WRONG_KIND as error:
             raise CheckpointError(f"config.json: a field has a value of the wrong kind: {error}") from error

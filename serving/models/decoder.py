@@ -15,7 +15,19 @@ Cache = Any
 """One layer's cache arrays, a pytree: paged keys and values, latent rows with index keys, a state a request."""
 
 WEIGHTS_DTYPE = KeyFormat()
-"""Index keys in the dtype of the weights."""
+"""Kept in the dtype of the weights."""
+
+
+@dataclass(frozen=True)
+class CacheFormats:
+    """How a decoder with an indexer keeps its caches: index_keys that are scored, and the latents that are attended to.
+    Both in the dtype of the weights unless said otherwise; rotated columns always."""
+
+    index_keys: KeyFormat = WEIGHTS_DTYPE
+    latents: KeyFormat = WEIGHTS_DTYPE
+
+
+IN_WEIGHTS_DTYPE = CacheFormats()
 
 
 @dataclass(frozen=True)
@@ -65,15 +77,15 @@ class Selection:
 
 
 class Decoder(Protocol):
-    """A language model split over the mesh. embed, forward and logits run inside shard_map. index_keys: how its
-    indexer's keys are cached."""
+    """A language model split over the mesh. embed, forward and logits run inside shard_map. formats: of the caches of
+    one with an indexer."""
 
     shards: Shards
     hidden_size: int
     vocab_size: int
     num_deepstack: int
     indexer: IndexerConfig | None
-    index_keys: KeyFormat
+    formats: CacheFormats
 
     def caches(self) -> Sequence[Mapping[str, CacheArray]]:
         """The cache arrays of each layer. If any is per request, prefixes are not shared between requests (a state is
@@ -107,11 +119,11 @@ class Decoder(Protocol):
 class Family:
     """A decoder family: how to build it from config.json and where its tensors are.
 
-    build(config.json, tp, dtype) -> module; with an indexer build(config.json, tp, dtype, index_keys), too, where its
-    keys are cached in a KeyFormat other than that of the weights. disk_names(parameter path) -> tensor names to try.
+    build(config.json, tp, dtype) -> module; with an indexer build(config.json, tp, dtype, formats), too, for
+    CacheFormats other than the weights' dtype. disk_names(parameter path) -> tensor names to try.
     owns / ignore: see vitstripe.checkpoint.bind. image_token: config.json -> id of the image placeholder, or None.
     why_not: of a tensor of the file, why a checkpoint that has it is not loaded, or None. has_indexer: whether its
-    models select the keys they attend to.
+    models select the keys they attend to; what they attend to are cached latents then.
     """
 
     build: Callable[..., Any]

@@ -9,9 +9,9 @@ from typing import Any
 
 from flax import nnx
 
-from dsa_indexer import IndexerConfig, KeyFormat, PooledIndexer
+from dsa_indexer import IndexerConfig, PooledIndexer
 from serving.models.config import field, positive, refuse, sparse_layers, text_config
-from serving.models.decoder import WEIGHTS_DTYPE, Family, Selection
+from serving.models.decoder import IN_WEIGHTS_DTYPE, CacheFormats, Family, Selection
 from serving.models.hyper_connections import HyperConfig, HyperConnection, collapse, join, spread
 from serving.models.kda import KdaConfig, KimiDeltaAttention
 from serving.models.latent_attention import LatentAttention, LatentConfig
@@ -45,7 +45,7 @@ class Glm5NextConfig:
     indexer: IndexerConfig
 
     @staticmethod
-    def from_hf(config: Mapping[str, Any], index_keys: KeyFormat = WEIGHTS_DTYPE) -> "Glm5NextConfig":
+    def from_hf(config: Mapping[str, Any], formats: CacheFormats = IN_WEIGHTS_DTYPE) -> "Glm5NextConfig":
         """Reads a glm5_next config.json, or a text-only one with the fields at its top. Raises CheckpointError naming
         the field.
 
@@ -62,7 +62,7 @@ class Glm5NextConfig:
         try:
             indexer = IndexerConfig.from_hf(
                 {**c, "model_type": "glm5_next", "layer_types": kinds, "qk_rope_head_dim": 0},
-                hadamard=index_keys.is_fp8,
+                hadamard=formats.index_keys.is_fp8,
             )
         except ValueError as error:
             raise CheckpointError(f"config.json: {error}") from error
@@ -93,7 +93,7 @@ class Glm5NextConfig:
                 value_dim=positive(c, "v_head_dim"),
                 # The two latent norms use rms_norm_eps here, in every implementation.
                 norm_eps=eps,
-                index_keys=index_keys,
+                formats=formats,
             ),
             moe=MoEConfig.sigmoid(c),
             tied=bool(config.get("tie_word_embeddings", c.get("tie_word_embeddings", False))),
@@ -195,7 +195,7 @@ class Glm5NextDecoder(Trunk):
             expert_width=c.moe.width,
         )
         super().__init__(Model(c, dtype=dtype, shards=shards), c, dtype=dtype, shards=shards)
-        self.indexer, self.index_keys = c.indexer, c.latent.index_keys
+        self.indexer, self.formats = c.indexer, c.latent.formats
 
     def forward(self, hidden, deepstack, caches, step, selection: Selection):
         c, last = self.config, None
@@ -218,8 +218,8 @@ def _disk_names(path: str) -> Sequence[str]:
 
 
 FAMILY = Family(
-    build=lambda config, tp, dtype, index_keys=WEIGHTS_DTYPE: Glm5NextDecoder(
-        Glm5NextConfig.from_hf(config, index_keys), dtype=dtype, tp=tp
+    build=lambda config, tp, dtype, formats=IN_WEIGHTS_DTYPE: Glm5NextDecoder(
+        Glm5NextConfig.from_hf(config, formats), dtype=dtype, tp=tp
     ),
     disk_names=_disk_names,
     owns=lambda tensor: "visual." not in tensor,

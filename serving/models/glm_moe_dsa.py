@@ -8,9 +8,9 @@ from typing import Any
 
 from flax import nnx
 
-from dsa_indexer import Indexer, IndexerConfig, KeyFormat, inverse_frequencies, rope_tables
+from dsa_indexer import Indexer, IndexerConfig, inverse_frequencies, rope_tables
 from serving.models.config import field, positive, refuse, sparse_layers
-from serving.models.decoder import WEIGHTS_DTYPE, Family, Selection
+from serving.models.decoder import IN_WEIGHTS_DTYPE, CacheFormats, Family, Selection
 from serving.models.latent_attention import LatentAttention, LatentConfig
 from serving.models.layers import Embedding, SwiGLU
 from serving.models.moe import MoE, MoEConfig
@@ -41,7 +41,7 @@ class GlmMoeDsaConfig:
     moe: MoEConfig
     tied: bool
     indexer: IndexerConfig
-    index_keys: KeyFormat
+    formats: CacheFormats
 
     @property
     def latent(self) -> LatentConfig:
@@ -55,7 +55,7 @@ class GlmMoeDsaConfig:
             value_dim=self.value_dim,
             norm_eps=self.latent_norm_eps,
             scale=self.scale,
-            index_keys=self.index_keys,
+            formats=self.formats,
         )
 
     @property
@@ -67,7 +67,7 @@ class GlmMoeDsaConfig:
         return plain * (0.1 * yarn.mscale_all_dim * math.log(yarn.factor) + 1) ** 2
 
     @staticmethod
-    def from_hf(c: Mapping[str, Any], index_keys: KeyFormat = WEIGHTS_DTYPE) -> "GlmMoeDsaConfig":
+    def from_hf(c: Mapping[str, Any], formats: CacheFormats = IN_WEIGHTS_DTYPE) -> "GlmMoeDsaConfig":
         """Reads a glm_moe_dsa or deepseek_v32 config.json. Raises CheckpointError naming the field.
 
         latent_norm_eps, the eps of q_a_layernorm and kv_a_layernorm, is no field of published configurations.
@@ -80,7 +80,7 @@ class GlmMoeDsaConfig:
         layers = positive(c, "num_hidden_layers")
         eps = float(field(c, "rms_norm_eps", (int, float), 1e-5))
         try:
-            indexer = IndexerConfig.from_hf(c, hadamard=index_keys.is_fp8)
+            indexer = IndexerConfig.from_hf(c, hadamard=formats.index_keys.is_fp8)
         except ValueError as error:
             raise CheckpointError(f"config.json: {error}") from error
         return GlmMoeDsaConfig(
@@ -100,7 +100,7 @@ class GlmMoeDsaConfig:
             moe=MoEConfig.sigmoid(c),
             tied=bool(c.get("tie_word_embeddings", False)),
             indexer=indexer,
-            index_keys=index_keys,
+            formats=formats,
         )
 
 
@@ -149,7 +149,7 @@ class GlmMoeDsaDecoder(Trunk):
             expert_width=c.moe.width,
         )
         super().__init__(Model(c, dtype=dtype, shards=shards), c, dtype=dtype, shards=shards)
-        self.indexer, self.index_keys = c.indexer, c.latent.index_keys
+        self.indexer, self.formats = c.indexer, c.formats
 
     def forward(self, hidden, deepstack, caches, step: Step, selection: Selection):
         c = self.config
@@ -167,8 +167,8 @@ class GlmMoeDsaDecoder(Trunk):
 
 
 FAMILY = Family(
-    build=lambda config, tp, dtype, index_keys=WEIGHTS_DTYPE: GlmMoeDsaDecoder(
-        GlmMoeDsaConfig.from_hf(config, index_keys), dtype=dtype, tp=tp
+    build=lambda config, tp, dtype, formats=IN_WEIGHTS_DTYPE: GlmMoeDsaDecoder(
+        GlmMoeDsaConfig.from_hf(config, formats), dtype=dtype, tp=tp
     ),
     disk_names=lambda path: (path,),
     owns=lambda tensor: True,

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dsa_indexer import Indexer, KeyFormat, PooledIndexer, sparse_mla, to_paged
-from serving.models.decoder import WEIGHTS_DTYPE, CacheArray, Selection
+from dsa_indexer import Indexer, LatentRows, PooledIndexer, encode_latents, sparse_mla, to_paged
+from serving.models.decoder import IN_WEIGHTS_DTYPE, CacheArray, CacheFormats, Selection
 from serving.models.layers import store_rows
 from serving.models.selected_keys import Angles, index_caches, select
 from serving.models.shards import Shards, local_heads
@@ -24,7 +24,7 @@ from vitstripe.nn import Linear, RMSNorm, rotate_pairs
 class LatentConfig:
     """The sizes of a latent attention. A head's query is nope_dim columns, then rope_dim rotated ones (0: none is, and
     the cached row is the latent alone). norm_eps: of q_a_layernorm and kv_a_layernorm. scale: of the softmax, None for
-    (nope_dim + rope_dim)^-0.5. index_keys: how an indexer's keys are cached."""
+    (nope_dim + rope_dim)^-0.5. formats: of what is cached."""
 
     hidden_size: int
     num_heads: int
@@ -35,7 +35,7 @@ class LatentConfig:
     value_dim: int
     norm_eps: float
     scale: float | None = None
-    index_keys: KeyFormat = WEIGHTS_DTYPE
+    formats: CacheFormats = IN_WEIGHTS_DTYPE
 
 
 class LatentAttention(nnx.Module):
@@ -55,10 +55,19 @@ class LatentAttention(nnx.Module):
         self.config, self.shards = c, shards
 
     def caches(self) -> dict[str, CacheArray]:
-        """What the layer keeps: a latent row a token, and its indexer's keys."""
+        """What the layer keeps: a latent row a token, and its indexer's keys. float8 latents have a scale each, and
+        rotated columns beside them an array of their own."""
         c = self.config
-        latent = {"latent": CacheArray((c.kv_lora_rank + c.rope_dim,))}
-        return latent if self.indexer is None else latent | index_caches(self.indexer.config, c.index_keys)
+        if c.formats.latents.is_fp8:
+            kept = {
+                "latent": CacheArray((c.kv_lora_rank,), dtype=c.formats.latents.jax_dtype),
+                "latent_scales": CacheArray((), dtype=jnp.float32),
+            }
+            if c.rope_dim:
+                kept["latent_rotated"] = CacheArray((c.rope_dim,))
+        else:
+            kept = {"latent": CacheArray((c.kv_lora_rank + c.rope_dim,))}
+        return kept if self.indexer is None else kept | index_caches(self.indexer.config, c.formats.index_keys)
 
     @jax.named_scope("mixer")
     def __call__(self, x: Float[Array, "T D"], angles: Angles, cache, step: Step, selection: Selection, selected):
@@ -68,21 +77,22 @@ class LatentAttention(nnx.Module):
         q_lora = self.q_a_layernorm(self.q_a_proj(x))
         q = local_heads(self.q_b_proj(q_lora), c.nope_dim + c.rope_dim)
         kv = self.kv_a_proj_with_mqa(x)
-        row, q_rope = self.kv_a_layernorm(kv[:, :rank]), None
+        latent, rotated, q_rope = self.kv_a_layernorm(kv[:, :rank]), None, None
         if angles is not None:
             cos, sin = angles
             q_rope = rotate_pairs(q[..., c.nope_dim :], cos[:, None], sin[:, None])
-            row = jnp.concatenate([row, rotate_pairs(kv[:, rank:], cos, sin)], -1)
-        cache = {**cache, "latent": store_rows(cache["latent"], row, step.slots)}
+            rotated = rotate_pairs(kv[:, rank:], cos, sin)
+        cache = self._store(latent, rotated, cache, step)
         if self.indexer is not None:
-            cache, selected = select(self.indexer, c.index_keys, x, q_lora, angles, cache, step, selection, self.shards)
+            form = c.formats.index_keys
+            cache, selected = select(self.indexer, form, x, q_lora, angles, cache, step, selection, self.shards)
         up = self.kv_b_proj.weight[...].reshape(-1, c.nope_dim + c.value_dim, rank)
         q_latent = jnp.einsum(
             "thn,hnr->thr", q[..., : c.nope_dim], up[:, : c.nope_dim], preferred_element_type=jnp.float32
         ).astype(q.dtype)
         y = sparse_mla(
             q_latent if q_rope is None else jnp.concatenate([q_latent, q_rope], -1),
-            cache["latent"].reshape(-1, rank + c.rope_dim),
+            self._rows(cache),
             self._slots(selected, cache["latent"].shape[1], step),
             scale=(c.nope_dim + c.rope_dim) ** -0.5 if c.scale is None else c.scale,
             value_dim=rank,
@@ -90,6 +100,24 @@ class LatentAttention(nnx.Module):
         )
         y = jnp.einsum("thr,hvr->thv", y, up[:, c.nope_dim :], preferred_element_type=jnp.float32).astype(x.dtype)
         return self.shards.sum_if(self.shards.heads, self.o_proj(y.reshape(x.shape[0], -1))), cache, selected
+
+    def _store(self, latent: Float[Array, "T V"], rotated: Float[Array, "T r"] | None, cache, step: Step):
+        """The cache with the rows of this pass."""
+        if not self.config.formats.latents.is_fp8:
+            row = latent if rotated is None else jnp.concatenate([latent, rotated], -1)
+            return {**cache, "latent": store_rows(cache["latent"], row, step.slots)}
+        values, scales = encode_latents(latent, self.config.formats.latents)
+        new = {"latent": values, "latent_scales": scales}
+        if rotated is not None:
+            new["latent_rotated"] = rotated
+        return {**cache, **{name: store_rows(cache[name], rows, step.slots) for name, rows in new.items()}}
+
+    def _rows(self, cache) -> Float[Array, "slots C"] | LatentRows:
+        """The cached rows, a slot each."""
+        flat = {name: a.reshape(-1, *a.shape[2:]) for name, a in cache.items() if name.startswith("latent")}
+        if not self.config.formats.latents.is_fp8:
+            return flat["latent"]
+        return LatentRows(flat["latent"], flat["latent_scales"], flat.get("latent_rotated"))
 
     @staticmethod
     def _slots(selected: Int[Array, "T K"], page_size: int, step: Step) -> Int[Array, "T K"]:

@@ -6,7 +6,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dsa_indexer import IndexerConfig
-from serving.models.decoder import WEIGHTS_DTYPE, CacheArray, Selection
+from serving.models.decoder import IN_WEIGHTS_DTYPE, CacheArray, Selection
 from serving.models.layers import logits_of
 from serving.models.shards import Shards
 from vitstripe.nn import Linear
@@ -20,7 +20,7 @@ class Trunk(nnx.Module):
 
     num_deepstack = 0
     indexer: IndexerConfig | None = None
-    index_keys = WEIGHTS_DTYPE
+    formats = IN_WEIGHTS_DTYPE
 
     def __init__(self, model: Any, c: Any, *, dtype, shards: Shards):
         self.model = model

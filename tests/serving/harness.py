@@ -10,7 +10,7 @@ import numpy as np
 from serving.batch import Packer, samples_of
 from serving.config import EngineConfig, bucket_for
 from serving.lm import LanguageModel, LmShapes
-from serving.models import bind_decoder, index_key_format
+from serving.models import bind_decoder, cache_formats
 from serving.models.decoder import Selection
 from serving.protocol import SamplingParams, Submission
 from serving.scheduler import Chunk
@@ -35,8 +35,8 @@ class Driver:
 
     def __init__(self, checkpoint: Checkpoint, tp: int, pool: np.ndarray | None = None, config: EngineConfig = CONFIG):
         self.mesh, self.config, self.pool = make_mesh(tp), replace(config, tp=tp), pool
-        form = index_key_format(checkpoint.config, config.index_keys, platform_of_mesh(self.mesh))
-        binding = bind_decoder(checkpoint, tp=tp, dtype=jnp.float32, index_keys=form)
+        formats = cache_formats(checkpoint.config, config, platform_of_mesh(self.mesh))
+        binding = bind_decoder(checkpoint, tp=tp, dtype=jnp.float32, formats=formats)
         raise_problems(checkpoint, [binding])
         self.weights = tuple(jax.tree.leaves(load(checkpoint, binding, self.mesh)))
         pages = 2 * self.config.pages_per_seq

@@ -13,8 +13,8 @@ from serving import cli
 from serving.config import EngineConfig
 from serving.load import load_engine
 from serving.metrics import Metrics
-from serving.models import index_key_format
-from serving.models.decoder import Selection
+from serving.models import cache_formats
+from serving.models.decoder import IN_WEIGHTS_DTYPE, CacheFormats, Selection
 from serving.protocol import FinishEvent
 from tests.helpers import GOLDENS, relative_error
 from tests.serving.glm5_next_reference import TINY, write_model
@@ -170,8 +170,8 @@ def test_long_prompts_answer_as_alone_striped_preempted_and_found_in_the_prefix_
 )
 def test_the_format_is_the_platforms_own(platform, dtype):
     config = {"model_type": "glm_moe_dsa"}
-    assert index_key_format(config, "float8", platform) == KeyFormat(dtype)
-    assert index_key_format(config, "auto", platform) == KeyFormat()
+    assert cache_formats(config, EngineConfig(index_keys="float8"), platform) == CacheFormats(KeyFormat(dtype))
+    assert cache_formats(config, EngineConfig(), platform) == IN_WEIGHTS_DTYPE
 
 
 def test_a_model_without_an_indexer_and_a_gpu_without_float8_are_refused_by_name(goldens):
@@ -179,7 +179,7 @@ def test_a_model_without_an_indexer_and_a_gpu_without_float8_are_refused_by_name
         load(goldens / "qwen3_vl", EngineConfig(index_keys="float8"))
     for gpu in (Platform("rocm", "gfx90a", "MI250"), Platform("cuda", "sm80", "A100")):
         with pytest.raises(ValueError, match=f"index_keys is 'float8', but {gpu.arch} has no float8"):
-            index_key_format({"model_type": "glm_moe_dsa"}, "float8", gpu)
+            cache_formats({"model_type": "glm_moe_dsa"}, EngineConfig(index_keys="float8"), gpu)
 
 
 def test_a_setting_that_is_none_is_refused_by_name():

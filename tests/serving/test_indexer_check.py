@@ -11,10 +11,10 @@ from jax.experimental import pallas as pl
 
 from dsa_indexer import IndexerConfig, KeyFormat, StripeConfig, check_kernels, scores, striped_topk_rows
 from serving import indexer_check
-from serving.config import INDEX_KEYS
+from serving.config import CACHE_DTYPES
 from serving.indexer_check import check_indexer
 from serving.lm import LanguageModel, LmShapes
-from serving.models import bind_decoder, index_key_format
+from serving.models import bind_decoder, cache_formats
 from tests.serving.harness import CONFIG
 from vitstripe.checkpoint import Checkpoint
 from vitstripe.platform import Platform, platform_of
@@ -30,11 +30,10 @@ def indexer(num_heads: int = 8, head_dim: int = 16, topk: int = 20) -> IndexerCo
 def model(folder: Path, mesh, platform: Platform = CPU, index_keys: str = "auto") -> LanguageModel:
     """The language model of a checkpoint, without its weights."""
     checkpoint, dtype = Checkpoint(folder), jnp.float32 if platform is CPU else jnp.bfloat16
-    form = index_key_format(checkpoint.config, index_keys, platform)
-    binding = bind_decoder(checkpoint, tp=mesh.size, dtype=dtype, index_keys=form)
-    return LanguageModel(
-        binding.graphdef, binding.abstract, mesh, replace(CONFIG, tp=mesh.size), LmShapes(16), platform=platform
-    )
+    config = replace(CONFIG, tp=mesh.size, index_keys=index_keys)
+    formats = cache_formats(checkpoint.config, config, platform)
+    binding = bind_decoder(checkpoint, tp=mesh.size, dtype=dtype, formats=formats)
+    return LanguageModel(binding.graphdef, binding.abstract, mesh, config, LmShapes(16), platform=platform)
 
 
 @pytest.fixture
@@ -110,7 +109,7 @@ def test_wrong_stripes_are_told_and_right_ones_pass(monkeypatch, goldens, mesh_o
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [8, 16, 32, 64])
-@pytest.mark.parametrize("keys", INDEX_KEYS)
+@pytest.mark.parametrize("keys", CACHE_DTYPES)
 def test_on_a_gpu_its_own_kernels_pass(mesh_of, heads, keys):
     device = platform_of(jax.devices()[0])
     dtype = KeyFormat.fp8(device.arch).jax_dtype if keys == "float8" else jnp.bfloat16

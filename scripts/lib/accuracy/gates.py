@@ -9,7 +9,7 @@ from scripts.lib.accuracy.models import IMAGES, Direct, over_http, served
 from scripts.lib.accuracy.questions import Question, tally
 from scripts.lib.accuracy.statistics import mcnemar, paired_interval
 from scripts.lib.server_process import serving
-from serving.config import INDEX_KEYS, EngineConfig
+from serving.config import EngineConfig
 from vitbatch import BucketLadder
 
 _ROWS = "indexer_rows_total"
@@ -20,7 +20,8 @@ LEVEL = 0.01
 @dataclass(frozen=True)
 class Size:
     """How much is asked. tps: devices. ladders: of vision buckets, None the chosen one. stripes: (merge, rows) pairs.
-    chunks: prompt tokens a pass. capacity: requests computed at once. longest: tokens of Recall's prompt and answer."""
+    chunks: prompt tokens a pass. capacity: requests computed at once. longest: tokens of Recall's prompt and answer.
+    float8: fields of EngineConfig, the caches that are kept in float8 together."""
 
     tps: tuple[int, ...]
     ladders: tuple[BucketLadder | None, ...]
@@ -28,6 +29,7 @@ class Size:
     chunks: tuple[int, ...]
     capacity: int
     longest: int
+    float8: tuple[tuple[str, ...], ...]
 
 
 @dataclass
@@ -219,21 +221,27 @@ def through_http(
     yield compare("4 through the server", folder.name, questions, plain, asked, note=" ".join(flags[-2:]), fault=fault)
 
 
-def keys_in_float8(folder: Path, questions: Sequence[Question], size: Size) -> Iterator[Compared]:
-    """Gate 5: the index keys in the dtype of the weights and in the platform's float8."""
-    asked, page_bytes = [], []
-    for index_keys in INDEX_KEYS:
-        with served(folder, recall_config(size, 1, index_keys=index_keys)) as model:
+def caches_in_float8(folder: Path, questions: Sequence[Question], size: Size) -> Iterator[Compared]:
+    """Gate 5: index keys and latents in the dtype of the weights, and one of them or both in the platform's float8."""
+    plain, full = None, 0
+    for kept in ((), *size.float8):
+        with served(folder, recall_config(size, 1, **dict.fromkeys(kept, "float8"))) as model:
             lm = model.engine._runner.lm
-            dtype = lm.decoder.index_keys.jax_dtype or lm.dtype
-            asked.append(Asked(f"index keys in {dtype}", model.answers(questions)))
-            page_bytes.append(lm.bytes_per_page())
-    note = f"{page_bytes[0]} and {page_bytes[1]} bytes a page"
-    fault = "" if page_bytes[1] < page_bytes[0] else f"nothing was cached in float8: {note}"
-    yield compare("5 index keys in float8", folder.name, questions, *asked, note=note, fault=fault)
+            formats = lm.decoder.formats
+            dtypes = {form.jax_dtype or lm.dtype for form in (formats.index_keys, formats.latents)}
+            what = " and ".join(name.replace("_", " ") for name in kept)
+            asked = Asked(f"{what or 'caches'} in {min(dtypes, key=lambda d: d.itemsize)}", model.answers(questions))
+            page = lm.bytes_per_page()
+        if plain is None:
+            plain, full = asked, page
+            continue
+        note = f"{full} and {page} bytes a page"
+        fault = "" if page < full else f"nothing was cached in float8: {note}"
+        yield compare("5 caches in float8", folder.name, questions, plain, asked, note=note, fault=fault)
 
 
 FULL_LADDERS = (None, BucketLadder((576,)), BucketLadder((256, 576, 2304)), BucketLadder((640,), tiny=(256, 1024)))
 FULL_STRIPES = tuple((merge, rows) for merge in ("pmax", "all_gather") for rows in (32, 64, 128, 256, 512))
-FULL = Size((1, 2), FULL_LADDERS, FULL_STRIPES, (128, 512, 2048), 64, 8448)
-SHORT = Size((1, 2), FULL_LADDERS[1:2], (("pmax", 32),), (64, 192), 4, 320)
+FULL_FLOAT8 = (("index_keys",), ("latent_cache",), ("index_keys", "latent_cache"))
+FULL = Size((1, 2), FULL_LADDERS, FULL_STRIPES, (128, 512, 2048), 64, 8448, FULL_FLOAT8)
+SHORT = Size((1, 2), FULL_LADDERS[1:2], (("pmax", 32),), (64, 192), 4, 320, FULL_FLOAT8[2:])

@@ -18,7 +18,7 @@ gates
   selection   recall: keys selected by every device against striped over them; no answer may change
   prefill     chunk sizes, and prompts found in the prefix cache
   http        64 clients of a server against the decoder called by hand
-  keys        recall: index keys in the dtype of the weights against keys in float8
+  keys        recall: index keys and latents in the dtype of the weights against each and both in float8
 
 examples
   scripts/accuracy                                     the embedded models, on 1 and 2 devices
@@ -95,7 +95,7 @@ def compared(args: argparse.Namespace, models: dict[str, Path], tps: tuple[int, 
             direct = plain or gates.called_directly(folder, questions, size, room)
             yield from gates.through_http(folder, questions, size, room, direct, scratch)
     if "keys" in wanted:
-        yield from gates.keys_in_float8(models["recall"], texts, size)
+        yield from gates.caches_in_float8(models["recall"], texts, size)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -101,7 +101,9 @@ def _kernel(
     for piece in pieces:
         column, inside = columns(piece)
         mask = both(None if heads_fit else head < num_heads, inside, (tile.heads, piece[2]))
-        queries.append(load(q_ref.at[row, head[:, None], column[None, :]], mask))
+        query = load(q_ref.at[row, head[:, None], column[None, :]], mask)
+        # Turned here: within a branch it would be written to shared memory once a block.
+        queries.append(query.T if tile.keys_first else query)
 
     # The row's blocks end with its last key.
     number = jnp.arange(_power_of_two(num_indices), dtype=jnp.int32)
@@ -139,13 +141,13 @@ def _kernel(
 
     def score(slot: Array, keys: list[Array], peak: Array, total: Array) -> tuple[Array, Array, Array, Array]:
         """The block's weights, the new peak and total, and the factor for what was summed before."""
-        products = [plt.dot(k, q.T) if tile.keys_first else plt.dot(q, k.T) for q, k in zip(queries, keys, strict=True)]
+        products = [plt.dot(k, q) if tile.keys_first else plt.dot(q, k.T) for q, k in zip(queries, keys, strict=True)]
         latents, rest, scales = products, [], None
         if is_float8:
             latents, rest, scales = products[:num_values], products[num_values:], scales_of(slot)
         latent_scale = scale if scales is None else scale * scales
         # Scaled one by one, they are no chain of products either; where there is one anyway, they share their sums.
-        latents = latents if tile.behind else [reduce(add, latents)]
+        latents = latents if tile.apart else [reduce(add, latents)]
         scores = reduce(add, [*(x * latent_scale for x in latents), *(x * scale for x in rest)])
         scores = jnp.where(jnp.expand_dims(is_key(slot), heads_axis), scores, -jnp.inf)
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=1 - heads_axis))
@@ -158,38 +160,26 @@ def _kernel(
     def weigh(weights: Array, value: Array) -> Array:
         return plt.dot(value.T, weights) if tile.keys_first else plt.dot(weights, value)
 
-    def add_values(sums: list[Array], shrink: Array, weights: Array, slot: Array) -> list[Array]:
-        values = [gather(slot, piece) for piece in pieces[:num_values]]
-        return [x * across(shrink) + weigh(weights, value) for x, value in zip(sums, values, strict=True)]
-
-    def at_once(j: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+    def step(j: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         slot, peak, total, *sums = carry
         following = slots(j + 1)
         keys = [gather(slot, piece) for piece in pieces]
-        weights, peak, total, shrink = score(slot, keys, peak, total)
+
+        def scored() -> tuple[Array, Array, Array, Array]:
+            return score(slot, keys, peak, total)
+
+        # The branch is always taken. Without it the compiler sees a chain of products.
+        nothing = (zeros(tile.keys, dtype), peak, total, peak)
+        weights, peak, total, shrink = lax.cond(j < last, scored, lambda: nothing) if tile.apart else scored()
         sums = [x * across(shrink) + weigh(weights, value) for x, value in zip(sums, keys[:num_values], strict=True)]
         return following, peak, total, *sums
-
-    def behind(j: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        slot, peak, total, before, shrink, weights, *sums = carry
-        following = slots(j + 1)
-        keys = [gather(slot, piece) for piece in pieces]
-        sums = add_values(sums, shrink, weights, before)
-        weights, peak, total, shrink = score(slot, keys, peak, total)
-        # Not the slot itself: the compiler pipelines no loop that hands a value on over two steps.
-        return following, peak, total, jnp.where(is_key(slot), slot, -1), shrink, weights, *sums
 
     def zeros(columns: int, dtype: Any = jnp.float32) -> Array:
         return jnp.zeros((columns, tile.heads) if tile.keys_first else (tile.heads, columns), dtype)
 
     peak, total = jnp.full((tile.heads,), _NO_SCORE, jnp.float32), jnp.zeros((tile.heads,), jnp.float32)
     sums = [zeros(piece[2]) for piece in pieces[:num_values]]
-    if tile.behind:
-        start = (slots(low), peak, total, jnp.full_like(lane, -1), peak * 0, zeros(tile.keys, dtype), *sums)
-        _, peak, total, before, shrink, weights, *sums = lax.fori_loop(low, high, behind, start)
-        sums = add_values(sums, shrink, weights, before)
-    else:
-        _, peak, total, *sums = lax.fori_loop(low, high, at_once, (slots(low), peak, total, *sums))
+    _, peak, total, *sums = lax.fori_loop(low, high, step, (slots(low), peak, total, *sums))
     own = None if heads_fit else head < num_heads
     # A row without keys has total 0 and must give 0, not NaN.
     factor = jnp.where(total > 0, 1.0 / jnp.where(total > 0, total, 1.0), 0.0)

@@ -13,13 +13,17 @@ from vitstripe.platform import Platform, platform_of
 
 CPU = Platform("cpu", "", "")
 SCALE = 0.3
-# Heads first and keys first; whole rows, and rows in parts of at least one block.
+# Heads first and keys first; whole rows, and rows in parts of at least one block; scores in a branch.
 TILES = {
     "heads first": SparseTile(heads=16, keys=16, warps=4, stages=1, programs=1),
     "keys first": SparseTile(heads=16, keys=16, warps=4, stages=1, programs=1, columns=16, keys_first=True),
     "heads first, in parts": SparseTile(heads=16, keys=16, warps=4, stages=1, programs=40, least_blocks=1),
     "keys first, in parts": SparseTile(
         heads=16, keys=16, warps=4, stages=1, programs=40, least_blocks=1, columns=32, keys_first=True
+    ),
+    "heads first, apart": SparseTile(heads=16, keys=16, warps=4, stages=1, programs=1, columns=16, apart=True),
+    "keys first, in parts, apart": SparseTile(
+        heads=32, keys=16, warps=4, stages=1, programs=40, least_blocks=1, columns=32, keys_first=True, apart=True
     ),
 }
 _OPTIONS = ("scale", "value_dim", "platform", "tile", "interpret")

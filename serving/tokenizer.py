@@ -140,11 +140,11 @@ class Tokenizer:
 
     def encode_prompt(self, text: str) -> list[int]:
         """Ids of a raw prompt: added tokens are matched, and the tokenizer's own prefix tokens are put in front."""
-        return self._full.encode(text, add_special_tokens=True).ids
+        return _ids(self._full, text, add_special_tokens=True)
 
     def encode_plain(self, text: str) -> list[int]:
         """Ids of text in which nothing is an added token, whatever it looks like."""
-        return self._plain.encode(text, add_special_tokens=False).ids
+        return _ids(self._plain, text)
 
     def encode_rendered(self, text: str, restore: Callable[[str], str] = str) -> list[int]:
         """Ids of a rendered chat template.
@@ -207,6 +207,13 @@ class Tokenizer:
                     f"tokenizer.json: token {token_id} does not decode to its bytes; "
                     "only plain byte-level BPE tokenizers are supported"
                 )
+
+
+def _ids(tokenizer: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    # `encode` keeps the interpreter to itself until it is done, which is seconds for millions of characters. The form
+    # for batches does not.
+    [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    return encoding.ids
 
 
 def _load(parsed: dict[str, Any]) -> tokenizers.Tokenizer:

@@ -106,29 +106,34 @@ class Workers:
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix=name)
 
     async def run(self, work: Callable[..., T], *args: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, _contained, work, *args)
+        [result] = await self.map(lambda given: work(*given), [args])
+        return result
 
     async def map(self, work: Callable[[S], T], items: Sequence[S]) -> list[T]:
-        """Results in order. When one fails, those that were not begun are dropped."""
+        """Results in order. When one fails, or the caller is cancelled, those that were not begun are dropped."""
         loop = asyncio.get_running_loop()
-        futures = [loop.run_in_executor(self._executor, _contained, work, item) for item in items]
+        # The executor keeps what it was given until a thread comes to it, dropped or not. Items are large, so it is
+        # given boxes that can be emptied.
+        boxes = [[item] for item in items]
+        futures = [loop.run_in_executor(self._executor, _contained, work, box) for box in boxes]
         try:
             return list(await asyncio.gather(*futures))
         finally:
-            for future in futures:
+            for future, box in zip(futures, boxes, strict=True):
                 future.cancel()
+                box.clear()
 
     def shutdown(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
-def _contained(work: Callable[..., T], *args: object) -> T:
-    """`work`, whose worst end is an ordinary error of this one request.
+def _contained(work: Callable[[S], T], box: list[S]) -> T:
+    """`work` on what is in the box, and its worst end is an ordinary error of this one request.
 
     A SystemExit would end the event loop that awaits it, and a StopIteration cannot be handed to it at all.
     """
     try:
-        return work(*args)
+        return work(box.pop())
     except BaseException as error:
         if isinstance(error, Exception) and not isinstance(error, StopIteration):
             raise

@@ -13,6 +13,8 @@ class Limits:
 
     Args:
         max_body_bytes: of one request body; more is a 413.
+        max_body_values: quotes and opening brackets and braces of a body. Each value and name of its JSON has one; they
+            are what reading it takes memory and time for, not its bytes.
         max_preparing_bytes: of all bodies and fetched images that are being read and prepared at one time; more is a
             429.
         max_preparing: requests that are being read and prepared at one time; more is a 429.
@@ -42,6 +44,7 @@ class Limits:
     """
 
     max_body_bytes: int = 32 * MIB
+    max_body_values: int = 1_000_000
     max_preparing_bytes: int = 1024 * MIB
     max_preparing: int = 1024
     max_header_bytes: int = 64 * KIB

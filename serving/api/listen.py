@@ -13,7 +13,8 @@ _PIECE = 4096
 
 
 def server_config(app: Starlette, limits: Limits) -> Config:
-    """A uvicorn configuration with `limits.max_header_bytes` and `limits.header_seconds` in force."""
+    """A uvicorn configuration with `limits.max_header_bytes` and `limits.header_seconds` in force. Its loggers are the
+    program's own, and what asks for websockets is answered as plain HTTP."""
 
     class BoundedH11(_BoundedH11):
         header_seconds = limits.header_seconds
@@ -21,7 +22,9 @@ def server_config(app: Starlette, limits: Limits) -> Config:
     return Config(
         app,
         http=BoundedH11,
+        ws="none",
         h11_max_incomplete_event_size=limits.max_header_bytes,
+        log_config=None,
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=5,
@@ -29,9 +32,11 @@ def server_config(app: Starlette, limits: Limits) -> Config:
 
 
 class _BoundedH11(H11Protocol):
-    """Closes a connection whose client takes too long over the head of a request.
+    """Closes a connection whose client takes too long over the head of a request, or over a body that was answered
+    before it had come.
 
-    header_seconds: for the request line and all headers, from the first byte or, on a new connection, from its start.
+    header_seconds: for the request line and all headers, from the first byte or, on a new connection, from its start;
+        for the rest of a body, from its first byte after the answer.
     """
 
     header_seconds: float
@@ -57,8 +62,8 @@ class _BoundedH11(H11Protocol):
         super().connection_lost(exc)
 
     def _watch(self) -> None:
-        """Runs the clock while a head is awaited or has begun."""
-        if self.conn.their_state is not h11.IDLE:
+        """Runs the clock while a head is awaited or has begun, and while what comes is of no use any more."""
+        if self.conn.their_state is not h11.IDLE and self.conn.our_state is not h11.DONE:
             self._stop()
         elif self._timer is None:
             self._timer = self.loop.call_later(self.header_seconds, self.transport.close)

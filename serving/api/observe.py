@@ -18,6 +18,7 @@ from serving.metrics import Metrics
 logger = logging.getLogger("serving.http")
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "CONNECT", "TRACE"})
 
 
 class Observer:
@@ -67,7 +68,8 @@ class Observer:
             is_probe = route in self._probes
             if "error" in fields and not is_probe:
                 self._metrics.rejected(fields["error"])
-            line = {"request_id": trace_id, "method": scope["method"], "route": route, "status": code}
+            method = scope["method"] if scope["method"] in _METHODS else "other"  # a client may send any word
+            line = {"request_id": trace_id, "method": method, "route": route, "status": code}
             seconds = round(time.perf_counter() - started, 4)
             line = line | fields | {"seconds": seconds}
             logger.log(logging.DEBUG if is_probe else logging.INFO, "%s", json.dumps(line), extra={"fields": line})

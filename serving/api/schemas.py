@@ -114,7 +114,7 @@ def parse_chat(raw: bytes, limits: Limits) -> ChatRequest:
     Raises:
         ApiError: 400, naming the field.
     """
-    fields = Fields(parse_json(raw))
+    fields = Fields(parse_json(raw, limits.max_body_values))
     fields.refuse(REFUSED | ONLY_IN_COMPLETIONS)
     options = _options(fields, limits, _chat_logprobs(fields))
     messages = read_messages(fields.required("messages"), limits)
@@ -135,7 +135,7 @@ def parse_completion(raw: bytes, limits: Limits) -> CompletionRequest:
     Raises:
         ApiError: 400, naming the field.
     """
-    fields = Fields(parse_json(raw))
+    fields = Fields(parse_json(raw, limits.max_body_values))
     fields.refuse(REFUSED | ONLY_IN_CHATS)
     echo = fields.boolean("echo")
     logprobs = None if fields.get("logprobs") is False else fields.integer("logprobs")

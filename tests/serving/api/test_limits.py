@@ -1,8 +1,13 @@
 """What a request may cost: every limit is checked before the engine hears of the request."""
 
 import asyncio
+import gc
 import io
+import json
+import logging
 import socket
+import threading
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -14,6 +19,7 @@ from PIL import Image
 from starlette.applications import Starlette
 
 from serving.api import Limits
+from serving.api.intake import Workers
 from serving.api.listen import server_config
 from serving.metrics import Metrics
 from tests.serving.api.harness import (
@@ -21,11 +27,13 @@ from tests.serving.api.harness import (
     Connection,
     FakeEngine,
     app_of,
+    call,
     chat,
     encoded_image,
     error_of,
     eventually,
     image_part,
+    silent,
 )
 from tests.vitbatch.hostile import png
 
@@ -174,6 +182,52 @@ def test_requests_that_are_being_prepared_are_counted():
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("value", [b"[]", b"{}", b'"a"', b'{"a":"b"}'], ids=bytes.decode)
+def test_a_body_of_more_values_than_allowed_is_not_parsed(value: bytes):
+    """A byte of JSON may be twenty of objects."""
+    engine, limits = FakeEngine(), Limits(max_body_values=50)
+    app = app_of(engine, limits=limits)
+
+    def send(count: int) -> Any:
+        body = b'{"messages": [{"role": "user", "content": "hi"}], "metadata": [' + b",".join([value] * count) + b"]}"
+        return call(app, "POST", "/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+
+    assert send(5).status_code == 200
+    response = send(51)
+    assert response.status_code == 400
+    assert "brackets, braces and quotes: the limit is 50; send less" in error_of(response)["message"]
+    assert len(engine.submissions) == 1
+
+
+def test_what_a_client_sent_is_not_kept_after_it_left():
+    """Its work may still wait for a thread that others keep busy."""
+
+    class Body:
+        pass
+
+    async def run() -> None:
+        workers, busy, release = Workers(1, "test"), threading.Event(), threading.Event()
+        first = asyncio.ensure_future(workers.run(lambda: (busy.set(), release.wait(20))))
+        await eventually(busy.is_set)
+        body = Body()
+        kept = weakref.ref(body)
+        waiting = asyncio.ensure_future(workers.run(id, body))
+        await asyncio.sleep(0)
+        del body
+        assert kept() is not None
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        assert waiting.cancelled()
+        del waiting
+        gc.collect()
+        assert kept() is None
+        release.set()
+        await first
+        workers.shutdown()
+
+    asyncio.run(run())
+
+
 # On a socket
 
 
@@ -260,3 +314,113 @@ def test_a_body_that_does_not_come_is_a_408():
             assert (await exchange(port, HEALTH + b"\r\n")).startswith(b"HTTP/1.1 200")
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /health HTTP/1.1\r\nHost: s\r\nContent-Length: 9999\r\n\r\n",
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: s\r\nContent-Type: text/plain\r\nContent-Length: 9999\r\n\r\n",
+    ],
+    ids=["no body wanted", "body of another type"],
+)
+def test_a_body_that_was_answered_already_does_not_hold_its_connection(head):
+    async def run() -> None:
+        limits = replace(Limits(), header_seconds=0.2)
+        async with served(app_of(FakeEngine(), limits=limits), limits) as port:
+            answer = await exchange(port, head, *[b"x"] * 400, pause=0.01)
+            assert answer == b"" or answer.startswith(b"HTTP/1.1 ")  # bytes that came after the close may reset it
+            assert (await exchange(port, HEALTH + b"\r\n")).startswith(b"HTTP/1.1 200")
+
+    async def sent() -> int:
+        """Bytes of the body that the server took before it closed."""
+        limits = replace(Limits(), header_seconds=0.2)
+        async with served(app_of(FakeEngine(), limits=limits), limits) as port:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(head)
+            for count in range(1000):
+                try:
+                    writer.write(b"x")
+                    await writer.drain()
+                except ConnectionError:
+                    return count
+                await asyncio.sleep(0.01)
+            writer.close()
+            return 1000
+
+    asyncio.run(run())
+    assert asyncio.run(sent()) < 1000
+
+
+def test_requests_that_are_sent_without_waiting_are_answered_in_order():
+    async def run() -> None:
+        limits = Limits()
+        async with served(app_of(FakeEngine("abc"), limits=limits), limits) as port:
+            body = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
+            head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: s\r\nContent-Type: application/json\r\n"
+            ask = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+            health = b"GET /health HTTP/1.1\r\nHost: s\r\n\r\n"
+            answer = await exchange(port, (ask + health) * 20 + HEALTH + b"\r\n")
+            texts = answer.split(b"HTTP/1.1 200 OK")
+            assert texts[0] == b""
+            assert [b"chat.completion" in text for text in texts[1:]] == [True, False] * 20 + [False]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_closes_its_side_has_left(stream: bool):
+    async def run() -> None:
+        limits, engine = Limits(), FakeEngine(script=silent)
+        async with served(app_of(engine, limits=limits), limits) as port:
+            body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "stream": stream}).encode()
+            head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: s\r\nContent-Type: application/json\r\n"
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            await eventually(lambda: engine.submissions)
+            writer.write_eof()
+            await eventually(lambda: engine.aborted)
+            assert engine.aborted == [engine.submissions[0].request_id]
+            assert await reader.read() == b""
+            writer.close()
+
+    asyncio.run(run())
+
+
+def test_a_connection_is_never_made_another_protocol():
+    """The keys are looked at for requests; a websocket would pass them by."""
+    assert server_config(app_of(FakeEngine()), Limits()).ws == "none", "whatever else is installed"
+
+    async def run() -> None:
+        limits = Limits()
+        async with served(app_of(FakeEngine(), limits=limits), limits) as port:
+            for wanted in (b"websocket", b"h2c"):
+                head = HEALTH.replace(b"Connection: close", b"Connection: Upgrade, close")
+                key = b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+                answer = await exchange(port, head + b"Upgrade: " + wanted + b"\r\n" + key)
+                assert answer.startswith(b"HTTP/1.1 200")
+
+    asyncio.run(run())
+
+
+def test_what_the_listener_says_goes_where_every_log_goes(caplog):
+    async def run() -> None:
+        async with served(app_of(FakeEngine()), Limits()) as port:
+            with caplog.at_level(logging.WARNING):
+                assert (await exchange(port, b"\x16\x03\x01\r\n\r\n")).startswith(b"HTTP/1.1 400")
+
+    asyncio.run(run())
+    assert "Invalid HTTP request received" in caplog.text
+
+
+def test_a_word_of_the_clients_own_is_no_method_in_the_log(caplog):
+    async def run() -> None:
+        async with served(app_of(FakeEngine()), Limits()) as port:
+            head = HEALTH.replace(b"GET /health", b"SECRET" * 500 + b" /v1/models")
+            assert (await exchange(port, head + b"\r\n")).startswith(b"HTTP/1.1 405")
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(run())
+    [line] = [json.loads(record.message) for record in caplog.records if record.name == "serving.http"]
+    assert (line["method"], line["status"]) == ("other", 405)
+    assert "SECRET" not in caplog.text

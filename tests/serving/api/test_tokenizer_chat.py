@@ -1,6 +1,7 @@
 """Tokenizer and chat template: what the checkpoint says, and callers' text that stays text."""
 
 import json
+import threading
 from collections.abc import Sequence
 
 import pytest
@@ -65,6 +66,28 @@ def test_template_text_is_encoded_as_the_tokenizer_itself_would():
     reference = tokenizers.Tokenizer.from_str(DEFINITION)
     rendered = TEMPLATE.render([{"role": "user", "content": "né 字 <b>\n"}, {"role": "assistant", "content": "x"}])
     assert TOKENIZER.encode_rendered(rendered) == reference.encode(rendered, add_special_tokens=False).ids
+
+
+def test_others_go_on_while_a_long_text_is_encoded():
+    over, turns = threading.Event(), 0
+
+    def count() -> None:
+        nonlocal turns
+        while not over.wait(0.0005):
+            turns += 1
+
+    other = threading.Thread(target=count)
+    other.start()
+    try:
+        seen = []
+        for encode_text in (TOKENIZER.encode_prompt, TOKENIZER.encode_rendered):
+            before = turns
+            assert len(encode_text("wörd " * 200_000)) == 1_200_000
+            seen.append(turns - before)
+    finally:
+        over.set()
+        other.join()
+    assert min(seen) > 5, f"the other thread had {seen} turns"
 
 
 def test_text_of_template_and_caller_merges_as_in_one_pass():

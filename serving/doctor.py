@@ -20,7 +20,7 @@ from vitstripe import rocm
 from vitstripe.mesh import make_mesh
 from vitstripe.platform import Platform, platform_of
 from vitstripe.rocm import LEVELS, Finding
-from vitstripe.selftest import CollectiveHang, CollectiveWrong, check_pmax
+from vitstripe.selftest import CollectiveHang, CollectiveWrong, check_all_gather, check_pmax
 
 _PACKAGES = ("vitstripe", "jax", "jaxlib", "flax", "orbax-checkpoint")
 _SHARED_MEMORY = Path("/dev/shm")
@@ -108,9 +108,11 @@ def find_here() -> list[Finding]:
 
 
 def check_collective(mesh: Mesh) -> None:
-    """The start-up's own test of the exact collective on this mesh. Raises CollectiveHang or CollectiveWrong."""
+    """The start-up's own test of collectives on this mesh. Raises CollectiveHang or CollectiveWrong."""
     if mesh.size > 1:
-        check_pmax(mesh, rows=_SELF_TEST_SIZES[1][0], width=_SELF_TEST_SIZES[1][1], axis=mesh.axis_names[0])
+        rows, width = _SELF_TEST_SIZES[1]
+        check_pmax(mesh, rows=rows, width=width, axis=mesh.axis_names[0])
+        check_all_gather(mesh, rows=rows, width=width, axis=mesh.axis_names[0])
 
 
 def _memory(device: jax.Device) -> str:

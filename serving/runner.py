@@ -29,6 +29,7 @@ from serving.sequence import Sequence
 from vitbatch import VisionEncoder
 from vitstripe.platform import platform_of_mesh
 from vitstripe.program import Program
+from vitstripe.selftest import DEFAULT_SECONDS, bounded
 
 logger = logging.getLogger("serving.runner")
 
@@ -212,7 +213,8 @@ class Runner:
 
     def warm_up(self, progress: Progress = lambda done, total, name: None) -> list[ProgramTime]:
         """Checks the indexer, compiles every program and runs it once on every device. Raises RuntimeError where the
-        indexer's kernels or stripes give other results than plain XLA on one device."""
+        indexer's kernels or stripes give other results than plain XLA on one device, and CollectiveHang where a program
+        does not come back within the configuration's step_seconds, or two minutes if those are more."""
         check_indexer(self.lm, self.stripes)
         programs = self.lm.programs()
         compile_seconds: dict[str, float] = {}
@@ -230,7 +232,8 @@ class Runner:
 
         def timed(name: str, run: Callable[[], Any]) -> Any:
             begin = time.perf_counter()
-            out = jax.block_until_ready(run())
+            limit = max(self.config.step_seconds, DEFAULT_SECONDS)
+            out = bounded(lambda: jax.block_until_ready(run()), limit, f"the first run of {name}")
             seconds[name] = time.perf_counter() - begin
             return out
 

@@ -1,4 +1,4 @@
-"""The exact collective of the striped indexer, tried with a time limit: an all-reduce of a maximum of int32.
+"""Collectives, tried with a time limit: the striped indexer's all-reduce of a maximum of int32, and the all-gather.
 
 A collective that hangs would otherwise show as a start-up or a request that never ends. On a GPU it depends on links,
 drivers and the library's shared memory, none of which jax looks at.
@@ -91,3 +91,32 @@ def check_pmax(mesh: Mesh, *, rows: int, width: int, axis: str = "tp", seconds: 
         return time.perf_counter() - begin
 
     return bounded(run, seconds, what)
+
+
+def check_all_gather(mesh: Mesh, *, rows: int, width: int, axis: str = "tp", seconds: float = DEFAULT_SECONDS) -> None:
+    """Gathers float32 [rows, width] from each device, as an encoder's lanes are, and compares every device's copy.
+
+    Raises as `check_pmax`.
+    """
+    tp = require_auto_axis(mesh, axis)
+    what = f"the gathering of {rows} x {width} from each of {tp} devices ({tp * rows * width * 4 / 2**20:.3g} MiB)"
+    values = np.arange(tp * rows * width, dtype=np.float32).reshape(tp * rows, width)
+    # A gathered result counts as varying, which the checker would refuse.
+    gather = jax.jit(
+        jax.shard_map(
+            lambda x: lax.all_gather(x, axis, tiled=True),
+            mesh=mesh,
+            in_specs=PartitionSpec(axis),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+    )
+
+    def run() -> None:
+        gathered = gather(jax.device_put(values, NamedSharding(mesh, PartitionSpec(axis))))
+        for shard in gathered.addressable_shards:
+            wrong = int((np.asarray(shard.data) != values).any(-1).sum())
+            if wrong:
+                raise CollectiveWrong(f"{what} is wrong in {wrong} rows on {shard.device}; report it")
+
+    bounded(run, seconds, what)

@@ -36,6 +36,17 @@ LOSES_ITS_DEVICE = textwrap.dedent(
     sys.exit(main(sys.argv[1:]))
     """
 )
+HANGS_AT_ITS_FIRST_RUN = textwrap.dedent(
+    """
+    import sys, threading
+    from serving import runner
+    from serving.__main__ import main
+
+    runner.DEFAULT_SECONDS = 1.0
+    runner.Runner._splice = lambda self, *args: threading.Event().wait()
+    sys.exit(main([*sys.argv[1:], "--step-seconds", "1"]))
+    """
+)
 
 
 @pytest.fixture
@@ -95,3 +106,11 @@ def test_a_lost_device_says_so_and_tells_the_client(start):
     assert "device lost" not in answer.text
     assert process.wait(30) == Exit.DEVICE_LOST
     assert "JaxRuntimeError in the step loop" in log.read_text()
+
+
+def test_a_program_that_does_not_come_back_at_the_start_ends_the_server_with_its_name():
+    command = [sys.executable, "-c", HANGS_AT_ITS_FIRST_RUN, *FLAGS, "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == Exit.DEVICE_LOST, done.stderr
+    assert "the first run of splice/64 did not end within 1 s" in done.stderr
+    assert "Traceback" not in done.stderr

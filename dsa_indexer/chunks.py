@@ -12,14 +12,18 @@ LOGITS_BYTES = 512 << 20
 """Default bytes of scores (float32) alive at once. Plain XLA selects with a few times as much beside them. On an H200,
 256 MiB take 4 % longer for 32768 rows and 8 % for an eighth of them: fewer, larger launches have fewer ends."""
 
+_MOST_BYTES = (1 << 31) - 1
+"""Of one chunk, whatever the budget: kernels and compilers count with 32 bits."""
+
 
 def chunk_of(count: int, *, multiple: int, item_bytes: int, budget: int) -> int:
     """How many of `count` items go into one chunk: a multiple of `multiple` and at least that, within `budget` bytes
-    where that allows it, in chunks as equal as possible. Raises ValueError if the budget is below 1 byte."""
+    and below 2 GiB where that allows it, in chunks as equal as possible. Raises ValueError if the budget is below 1
+    byte."""
     if budget < 1:
         raise ValueError(f"logits_bytes is {budget}; it must be at least 1 (a whole row tile is scored in any case)")
     units = -(-count // multiple)
-    most = max(budget // (item_bytes * multiple), 1)
+    most = max(min(budget, _MOST_BYTES) // (item_bytes * multiple), 1)
     chunks = max(-(-units // most), 1)
     return max(-(-units // chunks), 1) * multiple
 

@@ -29,7 +29,8 @@ def topk_rows(
 
     A row of at most k keys takes them all and is not scored; where a chunk has only such rows, nothing is compared.
     forced: keys that every row takes before all others.
-    logits_bytes: scores of at most this many bytes (but of 8 rows at least) are alive at once; rows go in chunks.
+    logits_bytes: scores of at most this many bytes (but of 8 rows at least, and less than 2 GiB) are alive at once;
+    rows go in chunks.
     platform: what it is compiled for, None for the first device; it chooses between kernels and plain XLA.
     Raises ValueError for k or logits_bytes below 1 and for a RowBatch that does not fit M.
     """

@@ -184,6 +184,14 @@ def test_the_budget_sets_the_rows_of_a_chunk():
     assert chunk(0, budget=1) == 8
 
 
+@pytest.mark.parametrize("num_keys", [8, 23_170, 131_072, 1 << 20])
+def test_a_chunk_stays_below_2_gib_whatever_the_budget(num_keys):
+    for rows in (8, 16_385, 23_170, 1 << 20):
+        chunk = chunk_of(rows, multiple=8, item_bytes=4 * num_keys, budget=1 << 50)
+        assert chunk == -(-rows // 8) * 8 or (1 << 30) < chunk * 4 * num_keys < (1 << 31)
+        assert chunk * 4 * num_keys < 1 << 31
+
+
 def test_scores_past_2_to_the_31_elements_are_never_one_array():
     """So no offset within an array can leave int32, whatever the rows times the keys are."""
     M, N, H, D, budget = 16385, 131072, 2, 8, 64 << 20

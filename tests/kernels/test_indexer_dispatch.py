@@ -9,6 +9,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 from dsa_indexer import RowBatch, sparse_mla, striped_topk_rows, topk_paged, topk_rows
+from dsa_indexer.chunks import LOGITS_BYTES
 from dsa_indexer.quant import KeyFormat
 from dsa_indexer.scores import paged_scores, row_scores
 from dsa_indexer.topk import LARGEST_K, select_topk
@@ -144,3 +145,28 @@ def test_sparse_attention_in_float32_is_plain_xla():
     for dtype, found in ((jnp.bfloat16, {"sparse_mla"}), (jnp.float32, set())):
         args = shape(4, 3, 46, dtype=dtype), shape(99, 46, dtype=dtype), shape(4, 30)
         assert kernels(partial(sparse_mla, scale=0.1, value_dim=40, platform=GFX942), *args) == found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("logits_bytes", [LOGITS_BYTES, 64 << 30], ids=["by default", "as much as there is"])
+@pytest.mark.parametrize(
+    ("rows", "num_keys"),
+    [(23_160, 23_170), (23_176, 23_170), (23_176, 23_176), (16_385, 131_072)],
+    ids=["below 2 GiB", "above", "well above", "above 2^31 scores"],
+)
+def test_on_a_gpu_scores_of_any_total_size_find_the_key_near_the_start(rows, num_keys, logits_bytes):
+    """32-bit offsets, in elements or in bytes, would lose it, and the rows at the end first."""
+    draw, heads, dim, k = np.random.default_rng(6), 8, 32, 64
+    q = jnp.asarray(np.abs(draw.normal(size=(rows, heads, dim))) + 0.5, jnp.bfloat16)
+    keys = np.asarray(draw.normal(size=(num_keys, dim)) * 0.01, np.float32)
+    keys[5] = 2.0
+    lengths = jnp.asarray(num_keys - np.arange(rows)[::-1] % 1000, jnp.int32)
+    batch = RowBatch(0 * lengths, lengths)
+    args = q, jnp.ones((rows, heads), jnp.float32), jnp.asarray(keys, jnp.bfloat16), None
+    found = np.asarray(jax.jit(partial(topk_rows, k=k, logits_bytes=logits_bytes))(*args, batch))
+    assert (found == 5).any(1).all(), f"{int((~(found == 5).any(1)).sum())} of {rows} rows lost it"
+    assert (np.diff(found, axis=1) > 0).all(), "ascending, no key twice"
+    some = np.array([0, 1, rows // 2, rows - 1])
+    few = RowBatch(batch.ks[some], lengths[some])
+    alone = jax.jit(partial(topk_rows, k=k))(args[0][some], args[1][some], args[2], None, few)
+    np.testing.assert_array_equal(found[some], alone)

@@ -163,7 +163,7 @@ def test_on_a_gpu_a_row_has_the_same_right_bits_in_every_launch(kind, heads):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("keys", [5003, 4096])
-@pytest.mark.parametrize("dim", [16, 64, 128])
+@pytest.mark.parametrize("dim", [16, 32, 64, 128])
 @pytest.mark.parametrize("heads", [8, 16, 32, 64])
 def test_on_a_gpu_every_score_is_the_sum_over_its_own_heads(heads, dim, keys):
     """To the bit, of small whole numbers, whose sums are exact in any order. How Hopper's kernel finds the heads of a
@@ -177,8 +177,9 @@ def test_on_a_gpu_every_score_is_the_sum_over_its_own_heads(heads, dim, keys):
     q, index_keys = q.astype(jnp.bfloat16), index_keys.astype(jnp.bfloat16)
     want, ks = exact(q, gates, index_keys, None), jnp.zeros(rows, jnp.int32)
     lengths = jnp.full(rows, keys, jnp.int32)
-    got = row_scores(q, gates, index_keys, None, ks, lengths, platform=platform)
-    np.testing.assert_array_equal(np.asarray(got, np.float64), want)
+    for _ in range(20):
+        got = row_scores(q, gates, index_keys, None, ks, lengths, platform=platform)
+        np.testing.assert_array_equal(np.asarray(got, np.float64), want)
     key_pages, _, table = paged(index_keys, None, page=64, requests=1)
     got = paged_scores(q[None], gates[None], key_pages, None, table, lengths[None], platform=platform)
     np.testing.assert_array_equal(np.asarray(got, np.float64)[0, :, :keys], want)

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from dsa_indexer.tiles import SelectTile
+from dsa_indexer.topk import IMPLEMENTATIONS, select_topk
 from dsa_indexer.topk.order import NOTHING_FORCED, ForcedTokens
 from dsa_indexer.topk.triton import LARGEST_K, select_topk_triton
+from tests.dsa_indexer import oracle
 from tests.kernels.rows import hard_rows, right_selection
 from vitstripe.platform import Platform, platform_of
 
@@ -118,3 +120,35 @@ def test_on_a_gpu_rows_of_any_length_are_selected_as_by_a_full_sort():
     ks = np.arange(len(lengths), dtype=np.int32)
     got = select(scores, ks, lengths, k, platform=platform_of(jax.devices()[0]))
     np.testing.assert_array_equal(got, right_selection(scores, ks, lengths, k, NOTHING_FORCED))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("k", "num_keys"), [(16, 64), (2048, 50_003)])
+def test_on_a_gpu_equal_scores_at_the_last_place_are_taken_alike_a_hundred_times(k, num_keys):
+    """Some clear winners and many more equals than places are left: a race would pick others now and then."""
+    rows, draw = 64, np.random.default_rng(3)
+    scores = np.full((rows, num_keys), -1, np.float32)
+    for row in scores:
+        chosen = draw.permutation(num_keys)
+        row[chosen[: num_keys * 3 // 4]] = 0.5
+        row[chosen[: k // 2 + 2]] = 2
+    ks, lengths = np.zeros(rows, np.int32), np.full(rows, num_keys, np.int32)
+    want = right_selection(scores, ks, lengths, k, NOTHING_FORCED)
+    for _ in range(100):
+        np.testing.assert_array_equal(select(scores, ks, lengths, k, platform=platform_of(jax.devices()[0])), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", [None, *IMPLEMENTATIONS])
+@pytest.mark.parametrize(("k", "num_keys"), [(16, 1024), (3, 1500), (16, 40_000)])
+def test_on_a_gpu_few_of_many_keys_are_selected_right_by_every_implementation(k, num_keys, implementation):
+    """Where few are wanted of many, XLA has a kernel of its own, and one ordered a NaN with its sign bit wrongly."""
+    scores = np.stack(list(hard_rows(num_keys).values()))
+    scores = np.concatenate([scores, np.random.default_rng(4).normal(size=(3, num_keys)).astype(np.float32)])
+    minus_nan = np.array([0xFFC00000], np.uint32).view(np.float32)[0]
+    scores[-3, num_keys // 2], scores[-2, 0], scores[-1, ::2] = minus_nan, minus_nan, minus_nan
+    ks, lengths = np.zeros(len(scores), np.int32), np.full(len(scores), num_keys, np.int32)
+    choose = jax.jit(lambda *rows: select_topk(*rows, k=k, implementation=implementation))
+    got = np.asarray(choose(*(jnp.asarray(x) for x in (scores, ks, lengths))))
+    with np.errstate(invalid="ignore"):  # numpy minds some of the NaN
+        assert_same_rows(got, oracle.select(scores, ks, lengths, k), [*NAMES, "one NaN", "the first", "every other"])

@@ -38,6 +38,7 @@ def started(tp) -> Iterator[Server]:
     server = Server(replace(CONFIG, tp=tp))
     try:
         yield server
+        assert server.guard.after_ready == 0, "something compiled after ready"
     finally:
         server.guard.close()
 

@@ -59,7 +59,7 @@ def test_a_small_row_pool_with_much_reuse_never_mixes_images_up(server):
 def test_two_streams_of_requests_are_each_answered_about_their_own_image(server):
     def loop(path):
         image = server.prepare(path.read_bytes())
-        return {server.ask(image).result(60)[0] for _ in range(15)}
+        return {server.ask(image, text=f"digit? {n % 7}").result(60)[0] for n in range(100)}
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(loop, (DIGITS[2], DIGITS[9]))) == [{DIGITS[2].name[6]}, {DIGITS[9].name[6]}]

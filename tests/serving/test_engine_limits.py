@@ -3,15 +3,19 @@
 The compile counter counts a whole process, so engines that come and go must not share a test with one that watches it.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from serving.cli import DIGITS_FOLDER
 from serving.config import EngineConfig
 from serving.models import bind_decoder
-from serving.protocol import ErrorEvent, Overloaded
+from serving.protocol import ErrorEvent, FinishEvent, InvalidRequest, Overloaded
 from tests.serving.demo_server import DIGITS, Server
+from vitbatch import BucketLadder, EncoderConfig
 from vitbatch.checkpoint import bind_tower
 from vitstripe.checkpoint import Checkpoint, load, save_orbax
 
@@ -30,6 +34,26 @@ def test_preempted_requests_lose_nothing():
     futures = [server.ask(image, seed=n, **sampled) for n, image in enumerate(images)]
     assert [f.result(60)[0] for f in futures] == alone
     assert server.engine._scheduler.preemptions > 0
+    assert server.close()
+    assert server.idle()
+    assert server.guard.after_ready == 0
+
+
+def test_requests_that_fill_the_pool_each_are_answered_and_larger_ones_are_refused():
+    """A pool of eight images: twenty requests of eight at once, and one of twenty, which would evict its own."""
+    config = replace(SMALL, max_model_len=176, cache_tokens=704)
+    server = Server(config, EncoderConfig(ladder=BucketLadder((256,)), pool_tokens=32))
+    server.engine.start()
+    draw = np.random.default_rng(1)
+    images = [server.prepare(draw.integers(0, 255, (64, 64, 3), dtype=np.uint8)) for _ in range(20)]
+    assert {image.num_tokens for image in images} == {4}
+    eights = [[images[(start + i) % 20] for i in range(8)] for start in range(20)]
+    alone = [server.ask(*eights[i], ignore_eos=True).result(60)[0] for i in (0, 7)]
+    with pytest.raises(InvalidRequest, match="the images have 80 tokens together, over the 32 the server holds"):
+        server.ask(*images)
+    results = [f.result(120) for f in [server.ask(*eight, ignore_eos=True) for eight in eights]]
+    assert all(isinstance(event, FinishEvent) and event.reason == "length" for _, event in results)
+    assert [results[0][0], results[7][0]] == alone
     assert server.close()
     assert server.idle()
     assert server.guard.after_ready == 0

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import httpx
 import pytest
@@ -184,20 +185,26 @@ def test_metrics_count_images_and_no_compile_after_ready(client):
     assert values["vitstripe_request_inference_time_seconds_sum"] == pytest.approx(sum(phases[1:]))
 
 
-def test_sigterm_lets_a_running_answer_end_refuses_new_ones_and_exits_in_order(server):
+def test_sigterm_lets_running_answers_end_refuses_new_ones_and_exits_in_order(server):
+    """Four streams, as many as run at once."""
     process, client = server
-    body = chat(data_uri(DIGITS[2].read_bytes()), max_tokens=200, stream=True, ignore_eos=True)
-    with client.stream("POST", "/v1/chat/completions", json=body) as stream:
-        lines = stream.iter_lines()
-        next(lines)
+    bodies = [chat(data_uri(path.read_bytes()), max_tokens=200, stream=True, ignore_eos=True) for path in DIGITS[:4]]
+    with ExitStack() as open_streams:
+        streams = [
+            open_streams.enter_context(client.stream("POST", "/v1/chat/completions", json=body)) for body in bodies
+        ]
+        lines = [stream.iter_lines() for stream in streams]
+        for one in lines:
+            next(one)
         process.send_signal(signal.SIGTERM)
         while (ready := client.get("/ready")).status_code == 200:
             time.sleep(0.01)
         assert ready.status_code == 503
         assert client.post("/v1/chat/completions", json=chat()).status_code == 503
-        rest = [line for line in lines if line]
-    assert rest[-1] == "data: [DONE]"
-    assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+        rests = [[line for line in one if line] for one in lines]
+    for rest in rests:
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
     assert process.wait(40) == 0
 
 

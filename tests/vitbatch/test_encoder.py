@@ -173,11 +173,12 @@ def test_without_the_data_parallel_encoder_one_lane_gives_the_same_rows(encoder_
 
 
 @pytest.mark.multidevice
-def test_a_mesh_axis_that_is_not_ours_is_left_alone(checkpoint, encoder_of):
+@pytest.mark.parametrize(("axis", "lanes"), [("model", 2), ("data", 4)])
+def test_a_mesh_axis_that_is_not_ours_is_left_alone(checkpoint, encoder_of, axis, lanes):
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     config = EncoderConfig(ladder=BucketLadder((512,)))
-    wide = VisionEncoder.from_checkpoint(checkpoint, mesh=mesh, axis="model", config=config)
-    narrow = encoder_of(2, (512,))
+    wide = VisionEncoder.from_checkpoint(checkpoint, mesh=mesh, axis=axis, config=config)
+    narrow = encoder_of(lanes, (512,))
     for sizes in (SIZES[:1], SIZES[:3]):
         for got, want in zip(wide.encode(prepare(wide, *sizes)), narrow.encode(prepare(narrow, *sizes)), strict=True):
             np.testing.assert_array_equal(got, want)

@@ -44,6 +44,15 @@ def test_qwen_tables_are_read_with_aligned_corners(family, gh, gw):
     np.testing.assert_allclose(weight.sum(-1), 1, atol=1e-6)
 
 
+@pytest.mark.parametrize(("gh", "gw"), [(2, 3), (7, 5)])
+def test_a_grid_of_odd_sides_is_read_with_aligned_corners_too(gh, gw):
+    index, weight = read_table("qwen3_vl", 48, gh, gw, merge=1)
+    row, column = np.divmod(np.arange(48 * 48), 48)
+    read = np.stack([(t[index] * weight).sum(-1) for t in (row, column)], -1).reshape(gh, gw, 2)
+    np.testing.assert_allclose(read[:, 0, 0], np.linspace(0, 47, gh), atol=1e-5)
+    np.testing.assert_allclose(read[0, :, 1], np.linspace(0, 47, gw), atol=1e-5)
+
+
 @pytest.mark.parametrize(("gh", "gw"), [(1, 1), (1, 7), (7, 1)])
 def test_an_axis_of_one_cell_reads_the_first_row_of_a_qwen_table(gh, gw):
     index, weight = read_table("qwen3_vl", 8, gh, gw, merge=1)

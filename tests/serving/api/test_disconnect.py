@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 import uvicorn
+from PIL import Image
 from starlette.applications import Starlette
 
 from serving.api import Limits
@@ -27,6 +28,7 @@ from tests.serving.api.harness import (
     text_of,
     until_aborted,
 )
+from tests.vitbatch.pictures import encoded, noise
 
 CHAT = "/v1/chat/completions"
 
@@ -123,6 +125,34 @@ def test_probes_are_answered_while_images_are_prepared():
         assert len(set(running)) == 2
 
     asyncio.run(run())
+
+
+def test_probes_are_answered_between_the_images_of_a_burst():
+    """Real decoding and resizing: 64 requests of a photograph each."""
+    done: list[int] = []
+    probes: list[int] = []  # images that were done at each answer
+
+    class Counting:
+        def prepare(self, image: bytes):
+            prepared = PROCESSOR.prepare(image)
+            done.append(1)
+            return prepared
+
+    async def run() -> None:
+        app = app_of(FakeEngine(), processor=Counting(), limits=Limits(image_workers=2))
+        photograph = Image.fromarray(noise(1200, 1600, 0))
+        content = {"messages": [{"role": "user", "content": [image_part(encoded(photograph, "JPEG"))]}]}
+        connections = [Connection(app, CHAT, content) for _ in range(64)]
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+            while not all(connection.served.done() for connection in connections):
+                assert (await client.get("/health")).status_code == 200
+                probes.append(len(done))
+                await asyncio.sleep(0)
+        assert all(connection.sent[0]["status"] == 200 for connection in connections)
+
+    asyncio.run(run())
+    assert len(done) == 64
+    assert len(set(probes)) > 16, "the event loop was kept from its probes"
 
 
 def test_probes_are_answered_while_a_prompt_is_rendered():
@@ -226,7 +256,7 @@ def test_many_slow_readers_all_get_everything():
         engine = FakeEngine(answer)
         limits = httpx.Limits(max_connections=None)
         async with served(app_of(engine)) as url, httpx.AsyncClient(limits=limits, timeout=30) as client:
-            streams = await asyncio.gather(*[read(client, url) for _ in range(128)])
+            streams = await asyncio.gather(*[read(client, url) for _ in range(256)])
         for stream in streams:
             *events, done, end = stream.split(b"\n\n")
             assert (done, end) == (b"data: [DONE]", b"")

@@ -99,6 +99,19 @@ def test_a_drain_that_takes_too_long_says_so_and_tells_the_client(start):
     assert "1 request(s) were still running after 0.1 s" in log.read_text()
 
 
+def test_a_second_signal_ends_the_server_at_once(start):
+    process, client, log = start(None, "--drain-seconds", "300")
+    body = BODY | {"max_tokens": 900, "stream": True}
+    with client.stream("POST", "/v1/chat/completions", json=body) as stream:
+        next(stream.iter_lines())
+        process.send_signal(signal.SIGTERM)
+        while client.get("/ready").status_code == 200:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == Exit.DRAIN_TIMED_OUT
+    assert "a second signal ended the server before its requests were done" in log.read_text()
+
+
 def test_a_lost_device_says_so_and_tells_the_client(start):
     process, client, log = start(LOSES_ITS_DEVICE)
     answer = client.post("/v1/chat/completions", json=BODY | {"max_tokens": 5})

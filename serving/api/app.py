@@ -38,7 +38,7 @@ from serving.api.observe import Observer, log_fields, trace_id
 from serving.api.openapi import document
 from serving.api.page import PAGE_PATH, page_route
 from serving.api.probe import Probe
-from serving.api.prompts import Prompt, chat_prompt, completion_prompt, sampling_params
+from serving.api.prompts import Prompt, chat_prompt, check_echo, completion_prompt, sampling_params
 from serving.api.schemas import Options, parse_chat, parse_completion
 from serving.api.sse import EventStream, while_connected
 from serving.chat import AnswerParser, ChatTemplate, Parsers
@@ -172,6 +172,7 @@ class _Api:
         answer = Answer.begin(kind, self._engine.model_name, options.include_usage, options.running_usage)
         limit, vocab = self._engine.max_model_len, self._tokenizer.vocab_size
         params = [sampling_params(options, prompt, limit, vocab) for prompt in prompts]
+        check_echo(options, prompts, self._limits)
         log_fields(request).update(
             answer_id=answer.id,
             prompts=len(prompts),

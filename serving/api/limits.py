@@ -32,6 +32,8 @@ class Limits:
         max_stop_chars: of one stop string.
         max_stop_token_ids: ids a request that end its answers.
         max_logit_bias: tokens a request whose logits it changes.
+        max_echo_logprobs: log-probabilities a request that are told of its echoed prompts: a token's own and its
+            alternatives', in each answer. A few bytes of prompt are kilobytes of them.
         text_workers: threads that parse bodies, render templates and tokenise.
         image_workers: threads that decode and resize images.
         heartbeat_seconds: an engine that showed no sign of life for longer counts as dead.
@@ -61,6 +63,7 @@ class Limits:
     max_stop_chars: int = 256
     max_stop_token_ids: int = 64
     max_logit_bias: int = 300
+    max_echo_logprobs: int = 1_000_000
     text_workers: int = 2
     image_workers: int = 2
     heartbeat_seconds: float = 120.0

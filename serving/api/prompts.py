@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from serving.api.errors import invalid, unsupported
+from serving.api.limits import Limits
 from serving.api.messages import ImagePart, Message, TextPart
 from serving.api.schemas import ChatRequest, Options
 from serving.api.tools import SWITCHES
@@ -151,6 +152,19 @@ def completion_prompt(prompt: str | list[int], tokenizer: Tokenizer) -> Prompt:
                 f"token {token_id} stands for an image or video; send images to /v1/chat/completions", "prompt"
             )
     return Prompt(list(ids), ())
+
+
+def check_echo(options: Options, prompts: Sequence[Prompt], limits: Limits) -> None:
+    """Raises ApiError 400 when too many log-probabilities of the prompts are asked for."""
+    if options.sampling.prompt_logprobs is None:
+        return
+    tokens, each = sum(len(prompt.ids) for prompt in prompts), options.n * (1 + options.sampling.prompt_logprobs)
+    if tokens * each > limits.max_echo_logprobs:
+        raise invalid(
+            f"echo and logprobs ask for {tokens * each} log-probabilities of {tokens} prompt tokens: the limit is "
+            f"{limits.max_echo_logprobs}; send fewer prompts, or lower logprobs or n",
+            "logprobs",
+        )
 
 
 def sampling_params(options: Options, prompt: Prompt, max_model_len: int, vocab_size: int) -> SamplingParams:

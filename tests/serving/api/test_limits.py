@@ -231,6 +231,19 @@ def test_what_a_client_sent_is_not_kept_after_it_left():
     asyncio.run(run())
 
 
+def test_log_probabilities_of_echoed_prompts_are_counted_over_all_answers():
+    """A prompt of a few kilobytes could ask for gigabytes of them."""
+    engine = FakeEngine(max_model_len=100)
+    app = app_of(engine, limits=Limits(max_echo_logprobs=240))
+    asks = {"prompt": ["abcde", "fghij"], "max_tokens": 1, "echo": True, "logprobs": 3}
+    response = call(app, "POST", "/v1/completions", json=asks | {"n": 7})
+    assert (response.status_code, error_of(response)["param"]) == (400, "logprobs")
+    assert "280 log-probabilities of 10 prompt tokens: the limit is 240" in error_of(response)["message"]
+    assert engine.submissions == []
+    for fewer in ({"n": 6}, {"n": 7, "logprobs": 2}, {"n": 8, "echo": False}, {"n": 8, "logprobs": None}):
+        assert call(app, "POST", "/v1/completions", json=asks | fewer).status_code == 200
+
+
 # On a socket
 
 

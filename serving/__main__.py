@@ -55,6 +55,14 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _SWITCH_SECONDS = 2e-5
 
 
+def _say(text: str) -> None:
+    """To who watches the start; where nobody does, as a line of the log like every other."""
+    if console.is_terminal:
+        console.print(text, highlight=False, soft_wrap=True)
+    else:
+        logging.getLogger("serving").info("%s", " ".join(text.split()))
+
+
 def _bars(handle: EngineHandle):
     """Opens one progress bar a stage, and tells /ready what is going on."""
 
@@ -78,7 +86,7 @@ def _bars(handle: EngineHandle):
                 handle.set_detail(f"{name}: {done} of {total}")
 
             yield advance
-        console.print(f"  {name:<18} {time.perf_counter() - began:6.1f} s", highlight=False)
+        _say(f"  {name:<18} {time.perf_counter() - began:6.1f} s")
 
     return stage
 
@@ -101,7 +109,7 @@ def _start(
     for one in mesh.devices.flat:
         if one.memory_stats():  # a CPU has none
             metrics.watch_memory(str(one.id), partial(_memory, one))
-    console.print(f"{handle.model_name} on {config.tp} x {device.name} ({device.kind})", highlight=False)
+    _say(f"{handle.model_name} on {config.tp} x {device.name} ({device.kind})")
     for finding in doctor.find_here():
         if finding.level != "note":
             logging.getLogger("serving").warning("%s: %s", finding.level, finding.text)
@@ -241,11 +249,9 @@ def _serve(argv: Sequence[str] | None) -> int:
             logging.getLogger("serving").exception("start-up failed")
             return fail(repr(error))
         programs = start.vision_programs + start.language_programs
-        console.print(
+        _say(
             f"ready after {time.perf_counter() - began:.1f} s, {programs} programs compiled and run on every device: "
-            f"http://{args.host}:{listener.getsockname()[1]}/v1",
-            highlight=False,
-            soft_wrap=True,
+            f"http://{args.host}:{listener.getsockname()[1]}/v1"
         )
         return None
 

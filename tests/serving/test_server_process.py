@@ -70,7 +70,8 @@ def server(tmp_path_factory):
         finally:
             process.kill()
             process.wait()
-    lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert any(line.get("message", "").startswith("ready after") for line in lines)
     asked = [line for line in lines if line.get("route") == "/v1/chat/completions"]
     assert asked
     assert all(line["request_id"] and "status" in line for line in asked)

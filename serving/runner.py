@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from dsa_indexer import IndexerConfig, StripeConfig, engages
 from serving.batch import Packer, following_tokens, samples_after, samples_of
 from serving.config import EngineConfig, bucket_for
-from serving.indexer_check import check_indexer
+from serving.indexer_check import check_indexer, check_passes
 from serving.lm import SEAT_COLUMNS, LanguageModel, LmShapes, PassOutput
 from serving.models.decoder import Selection
 from serving.models.step import Step
@@ -37,10 +37,6 @@ logger = logging.getLogger("serving.runner")
 # Source: break-even of scoring and selection against an all-reduce (twice the bytes of an all-gather) at half of
 # peak xGMI bandwidth on eight MI355X, computed from published kernel rates; not measured by this project.
 _GPU_MIN_MEAN_KEYS = {"pmax": 8192, "all_gather": 4096}
-
-# Largest difference of logits, relative to the largest, that the start-up check allows between the replicated and the
-# striped program. The selections are the same bits; what follows may be compiled differently.
-_SELF_TEST_TOLERANCE = 1e-2
 
 Progress = Callable[[int, int, str], None]
 """Called with (programs compiled, programs in all, what is next); from any thread."""
@@ -245,7 +241,7 @@ class Runner:
             passes = [(self.lm.extend_name(rows, how), partial(self._prefill, [chunk], how, rows)) for how in ways]
             outs = [timed(name, run) for name, run in passes]
             timed(f"score/{rows}", partial(self._score, [chunk], outs[0].hidden))
-            self._check_agreement(rows, [np.asarray(out.logits)[0] for out in outs])
+            check_passes([np.asarray(out.logits)[0] for out in outs], rows, self.lm.dtype)
         one_token, told = (self._made_up_chunk(1, logprobs=count).seq for count in (None, 1))
         for size in self.config.batch_buckets:
             timed(f"decode/{size}", partial(self.decode, [one_token] * size))
@@ -268,18 +264,6 @@ class Runner:
         seq = Sequence(Submission("warm-up", ids, (), params), lambda event: None, positions, 0, seed=1)
         seq.add_pages(range(-(-length // self.config.page_size)))
         return Chunk(seq, 0, length, self.lm.row_align)
-
-    def _check_agreement(self, rows: int, logits: list[np.ndarray]) -> None:
-        scale = max(float(np.abs(logits[0]).max()), 1e-6)
-        if not np.isfinite(scale):
-            raise RuntimeError(f"the decoder gives {scale} for a warm-up prompt of {rows} tokens; check the checkpoint")
-        for other in logits[1:]:
-            apart = float(np.abs(other - logits[0]).max()) / scale
-            if not apart <= _SELF_TEST_TOLERANCE:
-                raise RuntimeError(
-                    f"the striped indexer disagrees with the replicated one on this machine (logits differ by "
-                    f"{apart:.1e} of the largest at {rows} rows); start with --no-indexer-stripes and report it"
-                )
 
 
 def stripe_config(config: EngineConfig, platform: str) -> StripeConfig:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import pallas as pl
@@ -12,7 +13,7 @@ from jax.experimental import pallas as pl
 from dsa_indexer import IndexerConfig, KeyFormat, StripeConfig, check_kernels, scores, striped_topk_rows
 from serving import indexer_check
 from serving.config import CACHE_DTYPES
-from serving.indexer_check import check_indexer
+from serving.indexer_check import check_indexer, check_passes
 from serving.lm import LanguageModel, LmShapes
 from serving.models import bind_decoder, cache_formats
 from tests.serving.harness import CONFIG
@@ -114,3 +115,29 @@ def test_on_a_gpu_its_own_kernels_pass(mesh_of, heads, keys):
     device = platform_of(jax.devices()[0])
     dtype = KeyFormat.fp8(device.arch).jax_dtype if keys == "float8" else jnp.bfloat16
     check_kernels(indexer(heads, 128, 2048), mesh_of(1), dtype=dtype, page_size=64, platform=device)
+
+
+def logits_apart(share: float) -> list:
+    """Two rows of logits that lie `share` of their norm apart."""
+    draw = np.random.default_rng(0)
+    first, noise = draw.normal(size=1001).astype(np.float32), draw.normal(size=1001).astype(np.float32)
+    return [first, first + share * noise * np.linalg.norm(first) / np.linalg.norm(noise)]
+
+
+def test_passes_compiled_each_for_itself_may_round_otherwise_in_16_bits():
+    check_passes(logits_apart(0.1), 128, jnp.bfloat16)
+    check_passes(logits_apart(1e-4), 128, jnp.float32)
+    with pytest.raises(RuntimeError, match="at 128 rows"):
+        check_passes(logits_apart(0.1), 128, jnp.float32)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_passes_that_have_nothing_in_common_are_told(dtype):
+    with pytest.raises(RuntimeError, match="--no-indexer-stripes"):
+        check_passes(logits_apart(1.4), 128, dtype)
+    first, other = logits_apart(0.0)
+    other[7] = np.nan
+    with pytest.raises(RuntimeError, match="--no-indexer-stripes"):
+        check_passes([first, other], 128, dtype)
+    with pytest.raises(RuntimeError, match="not finite"):
+        check_passes([other], 128, dtype)

@@ -42,25 +42,21 @@ def encode_latents(latents: Float[Array, "*B V"], form: KeyFormat) -> tuple[Floa
     return values, jnp.where(jnp.all(jnp.isfinite(latents), -1), scales, jnp.nan)
 
 
-def as_codes(values: Array) -> tuple[Array, float]:
-    """(codes, factor): float8 latents as `widen` takes them, the same bytes. A value is `widen`'s times factor.
+def widen(values: Array) -> Array:
+    """A block of float8 latents in bfloat16, divided by `widened_by`, which is exact; for kernels.
 
-    Pallas converts no float8_e4m3fnuz, so its bytes are taken for int8.
+    Pallas converts no float8_e4m3fnuz. Sign, exponent and fraction of one, at their places in a float16, are 2^-7 of
+    the number: the exponents' biases are 8 and 15, and what is subnormal in one is in the other. NaN becomes zero.
     """
-    if values.dtype == jnp.float8_e4m3fnuz:
-        return lax.bitcast_convert_type(values, jnp.int8), 2.0**7
-    return values, 1.0
-
-
-def widen(codes: Array) -> Array:
-    """A block of `as_codes` in bfloat16, which holds it exactly; for kernels.
-
-    Sign, exponent and fraction of a float8_e4m3fnuz, at their places in a float16, are 2^-7 of the number there: the
-    exponents' biases are 8 and 15, and what is subnormal in one is in the other. Its NaN becomes zero.
-    """
-    if codes.dtype != jnp.int8:
-        return codes.astype(jnp.bfloat16)
-    half = lax.bitcast_convert_type((codes.astype(jnp.int16) << 7) & jnp.int16(~(1 << 14)), jnp.float16)
+    if values.dtype != jnp.float8_e4m3fnuz:
+        return values.astype(jnp.bfloat16)
+    bits = lax.bitcast_convert_type(values, jnp.int8).astype(jnp.int16) << 7
+    half = lax.bitcast_convert_type(bits & jnp.int16(~(1 << 14)), jnp.float16)
     # Nothing is rounded: a fraction has three bits, and the upper half of a float32 is a bfloat16.
     bits = lax.shift_right_logical(lax.bitcast_convert_type(half.astype(jnp.float32), jnp.int32), 16)
     return lax.bitcast_convert_type(bits.astype(jnp.int16), jnp.bfloat16)
+
+
+def widened_by(dtype: Any) -> float:
+    """What a number that `widen` gives is to be multiplied by."""
+    return 2.0**7 if dtype == jnp.float8_e4m3fnuz else 1.0

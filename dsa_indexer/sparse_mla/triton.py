@@ -14,7 +14,6 @@ are joined afterwards. Blocks past a row's last key are not read.
 """
 
 import math
-from dataclasses import replace
 from functools import partial, reduce
 from operator import add
 from typing import Any
@@ -27,7 +26,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int32
 
 from dsa_indexer.quant import KeyFormat
-from dsa_indexer.sparse_mla.latents import LatentRows, as_codes, widen
+from dsa_indexer.sparse_mla.latents import LatentRows, widen, widened_by
 from dsa_indexer.tiles import SparseTile, has_tiles, sparse_tile
 from vitstripe.platform import Platform
 
@@ -51,10 +50,9 @@ def _kernel(
     value_dim: int,
     scale: float,
     parts: int,
-    latent_factor: float,
 ):
-    """kv: a reference, or LatentRows of them with the codes and the factor of `as_codes`. out_refs: the values, or with
-    several parts their float32 sums, the peaks and the totals that go with them."""
+    """kv: a reference, or LatentRows of them. out_refs: the values, or with several parts their float32 sums, the peaks
+    and the totals that go with them."""
     is_float8 = isinstance(kv, LatentRows)
     (_, num_heads, width), num_slots, dtype = q_ref.shape, (kv.values if is_float8 else kv).shape[0], q_ref.dtype
     num_indices = indices_ref.shape[1]
@@ -130,14 +128,15 @@ def _kernel(
             return load(kv.rest.at[place, column[None, :] - value_dim], mask)
         # Masked when it is wide: the compiler then moves wide numbers to where the products take them. It would move
         # bytes, and widen them once for each product (367 registers on gfx942, not 228).
-        codes = plt.load(kv.values.at[place, (column if inside is None else jnp.where(inside, column, 0))[None, :]])
-        return widen(codes) if mask is None else jnp.where(mask, widen(codes), 0)
+        column = column if inside is None else jnp.where(inside, column, 0)
+        wide = widen(plt.load(kv.values.at[place, column[None, :]]))
+        return wide if mask is None else jnp.where(mask, wide, 0)
 
     def scales_of(slot: Array) -> Array:
         """One number a key of the block, along the axis of keys."""
         seen = is_key(slot)
         found = plt.load(kv.scales.at[jnp.where(seen, slot, 0)], mask=seen, other=0.0)
-        return jnp.expand_dims(found * latent_factor, heads_axis)
+        return jnp.expand_dims(found * widened_by(kv.values.dtype), heads_axis)
 
     def score(slot: Array, keys: list[Array], peak: Array, total: Array) -> tuple[Array, Array, Array, Array]:
         """The block's weights, the new peak and total, and the factor for what was summed before."""
@@ -230,10 +229,7 @@ def sparse_mla_triton(
     tile = sparse_tile(platform, heads=num_heads, is_float8=is_float8) if tile is None else tile
     groups, blocks = -(-num_heads // tile.heads), -(-num_indices // tile.keys)
     parts = _parts(num_rows, groups, blocks, tile)
-    shape, factor = (num_rows, num_heads, value_dim), 1.0
-    if is_float8:
-        codes, factor = as_codes(kv.values)
-        kv = replace(kv, values=codes)
+    shape = (num_rows, num_heads, value_dim)
     if parts == 1:
         outputs = (jax.ShapeDtypeStruct(shape, q.dtype),)
     else:
@@ -241,7 +237,7 @@ def sparse_mla_triton(
         outputs = (jax.ShapeDtypeStruct((parts, *shape), jnp.float32), numbers, numbers)
     scale *= math.log2(math.e)
     found = pl.pallas_call(
-        partial(_kernel, tile=tile, value_dim=value_dim, scale=scale, parts=parts, latent_factor=factor),
+        partial(_kernel, tile=tile, value_dim=value_dim, scale=scale, parts=parts),
         grid=(num_rows * groups, parts),
         out_shape=outputs,
         compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dsa_indexer import KeyFormat, LatentRows, encode_latents, sparse_mla
-from dsa_indexer.sparse_mla.latents import as_codes, widen
+from dsa_indexer.sparse_mla.latents import widen, widened_by
 from tests.helpers import relative_error
 
 FORMATS = {"fn": KeyFormat("float8_e4m3fn"), "fnuz": KeyFormat("float8_e4m3fnuz")}
@@ -95,12 +95,11 @@ def test_a_row_that_is_not_finite_spoils_only_those_who_select_it():
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 def test_every_code_is_widened_to_the_number_it_is(form):
     values = jax.lax.bitcast_convert_type(jnp.arange(256, dtype=jnp.uint8), form.jax_dtype)
-    codes, factor = as_codes(values)
-    found, want = jax.jit(widen)(codes), np.asarray(values.astype(jnp.float32))
+    found, want = jax.jit(widen)(values), np.asarray(values.astype(jnp.float32))
     assert found.dtype == jnp.bfloat16
     finite = np.isfinite(want)
     assert finite.sum() == (255 if "fnuz" in str(form.dtype) else 254)
-    np.testing.assert_array_equal((np.asarray(found, np.float32) * factor)[finite], want[finite])
+    np.testing.assert_array_equal((np.asarray(found, np.float32) * widened_by(values.dtype))[finite], want[finite])
 
 
 def test_parts_that_do_not_fit_together_are_named():

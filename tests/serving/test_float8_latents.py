@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dsa_indexer import KeyFormat
-from scripts.lib.rocm_lowering import kernels_in
+from scripts.lib.rocm_lowering import kernels_in, lower_for_rocm, rocm_mesh
 from serving import cli
 from serving.config import EngineConfig
 from serving.lm import LanguageModel, LmShapes
@@ -22,7 +22,6 @@ from tests.helpers import GOLDENS, relative_error
 from tests.serving.harness import CONFIG, Driver
 from tests.serving.test_engine_sparse import submit
 from tests.serving.test_float8_keys import one_layer
-from tests.serving.test_rocm_lowering import lowered
 from vitbatch import BucketLadder, CompileGuard, EncoderConfig
 from vitstripe.checkpoint import Checkpoint
 from vitstripe.mesh import make_mesh
@@ -140,17 +139,17 @@ def test_prompts_answer_as_alone_in_any_chunks_in_company_preempted_and_found_in
 
 
 @pytest.mark.parametrize(("arch", "dtype"), [("gfx942", "float8_e4m3fnuz"), ("gfx950", "float8_e4m3fn")])
-def test_the_format_is_the_architectures_own_and_passes_hold_the_kernel(goldens, arch, dtype):
-    platform = Platform("rocm", arch, "")
+def test_the_format_is_the_architectures_own_and_passes_hold_the_kernel(arch, dtype):
+    mesh, platform = rocm_mesh(1, arch), Platform("rocm", arch, "")
     config = EngineConfig(max_model_len=96, page_size=16, max_seqs=4, prefill_tokens=64, latent_cache="float8")
     checkpoint = one_layer()
     formats = cache_formats(checkpoint.config, config, platform)
     assert formats == CacheFormats(latents=KeyFormat(dtype))
     binding = bind_decoder(checkpoint, tp=1, dtype=jnp.bfloat16, formats=formats)
-    lm = LanguageModel(binding.graphdef, binding.abstract, make_mesh(1), config, LmShapes(24), platform=platform)
+    lm = LanguageModel(binding.graphdef, binding.abstract, mesh, config, LmShapes(24), platform=platform)
     programs = {program.name: program for program in lm.programs()}
     for name in ("extend/64/replicated", "decode/4"):
-        text = lowered(programs[name])
+        text = lower_for_rocm(programs[name], mesh)
         assert "sparse_mla" in kernels_in(text), name
         assert ("f8E4M3FNUZ" in text, "f8E4M3FN>" in text) == (arch == "gfx942", arch == "gfx950"), name
 

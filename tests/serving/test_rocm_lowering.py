@@ -3,12 +3,11 @@
 import jax.numpy as jnp
 import pytest
 
-from scripts.lib.rocm_lowering import kernels_in
+from scripts.lib.rocm_lowering import kernels_in, lower_for_rocm, rocm_mesh
 from serving.config import EngineConfig
 from serving.lm import LanguageModel, LmShapes
 from serving.models import bind_decoder
 from tests.serving.harness import checkpoint_at
-from vitstripe.mesh import make_mesh
 from vitstripe.platform import Platform
 
 GFX942 = Platform("rocm", "gfx942", "")
@@ -24,11 +23,7 @@ def language_model(folder, tp: int, pool: tuple[int, int], **text) -> LanguageMo
         checkpoint = checkpoint_at(folder, text_config=checkpoint.config["text_config"] | text)
     binding = bind_decoder(checkpoint, tp=tp, dtype=jnp.bfloat16)
     shapes = LmShapes(24, *pool)
-    return LanguageModel(binding.graphdef, binding.abstract, make_mesh(tp), config, shapes, platform=GFX942)
-
-
-def lowered(program) -> str:
-    return program.fn.trace(*program.args).lower(lowering_platforms=("rocm",)).as_text()
+    return LanguageModel(binding.graphdef, binding.abstract, rocm_mesh(tp, GFX942.arch), config, shapes, platform=GFX942)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 8])
@@ -52,11 +47,12 @@ def test_passes_of_a_decoder_with_grouped_queries_hold_its_attention_kernels_and
         "decode/1": {"paged_decode", "paged_combine"},
     }
     programs = {p.name: p for p in lm.programs()}
-    assert {name: kernels_in(lowered(programs[name])) for name in kernels} == kernels
+    assert {name: kernels_in(lower_for_rocm(programs[name], lm.mesh)) for name in kernels} == kernels
 
 
 @pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_passes_of_a_decoder_with_hyper_connections_normalise_in_a_kernel(goldens, tp):
-    programs = {p.name: p for p in language_model(goldens / "glm5_next", tp, (48, 64)).programs()}
+    lm = language_model(goldens / "glm5_next", tp, (48, 64))
+    programs = {p.name: p for p in lm.programs()}
     for name in (f"extend/64/{'striped' if tp > 1 else 'replicated'}", "decode/4"):
-        assert {"sinkhorn", "index_scores", "select_filter"} <= kernels_in(lowered(programs[name])), name
+        assert {"sinkhorn", "index_scores", "select_filter"} <= kernels_in(lower_for_rocm(programs[name], lm.mesh)), name

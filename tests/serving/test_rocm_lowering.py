@@ -23,7 +23,9 @@ def language_model(folder, tp: int, pool: tuple[int, int], **text) -> LanguageMo
         checkpoint = checkpoint_at(folder, text_config=checkpoint.config["text_config"] | text)
     binding = bind_decoder(checkpoint, tp=tp, dtype=jnp.bfloat16)
     shapes = LmShapes(24, *pool)
-    return LanguageModel(binding.graphdef, binding.abstract, rocm_mesh(tp, GFX942.arch), config, shapes, platform=GFX942)
+    return LanguageModel(
+        binding.graphdef, binding.abstract, rocm_mesh(tp, GFX942.arch), config, shapes, platform=GFX942
+    )
 
 
 @pytest.mark.parametrize("tp", [1, 2, 8])
@@ -55,4 +57,6 @@ def test_passes_of_a_decoder_with_hyper_connections_normalise_in_a_kernel(golden
     lm = language_model(goldens / "glm5_next", tp, (48, 64))
     programs = {p.name: p for p in lm.programs()}
     for name in (f"extend/64/{'striped' if tp > 1 else 'replicated'}", "decode/4"):
-        assert {"sinkhorn", "index_scores", "select_filter"} <= kernels_in(lower_for_rocm(programs[name], lm.mesh)), name
+        assert {"sinkhorn", "index_scores", "select_filter"} <= kernels_in(lower_for_rocm(programs[name], lm.mesh)), (
+            name
+        )

@@ -1,8 +1,8 @@
 """Request bodies and the bounded worker threads that turn them into prompts."""
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
@@ -11,6 +11,7 @@ from starlette.requests import Request
 from serving.api.errors import ApiError, invalid, overloaded
 from serving.api.limits import Limits
 from serving.protocol import Overloaded
+from vitbatch import workers as pools
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -100,10 +101,15 @@ def _full(message: str) -> ApiError:
 
 
 class Workers:
-    """A fixed number of threads. Work that was begun for a client that left still counts against the number."""
+    """A fixed number of threads. Work that was begun for a client that left still counts against the number.
+
+    spread: see `vitbatch.Workers.spread`; for work that runs here.
+    """
 
     def __init__(self, threads: int, name: str):
-        self._executor = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        # A place for everybody: what waits is bounded in bytes, where bodies are read.
+        self._pool = pools.Workers(threads, limit=sys.maxsize, name=name)
+        self.spread = self._pool.spread
 
     async def run(self, work: Callable[..., T], *args: object) -> T:
         [result] = await self.map(lambda given: work(*given), [args])
@@ -111,11 +117,10 @@ class Workers:
 
     async def map(self, work: Callable[[S], T], items: Sequence[S]) -> list[T]:
         """Results in order. When one fails, or the caller is cancelled, those that were not begun are dropped."""
-        loop = asyncio.get_running_loop()
-        # The executor keeps what it was given until a thread comes to it, dropped or not. Items are large, so it is
+        # The pool keeps what it was given until a thread comes to it, dropped or not. Items are large, so it is
         # given boxes that can be emptied.
         boxes = [[item] for item in items]
-        futures = [loop.run_in_executor(self._executor, _contained, work, box) for box in boxes]
+        futures = [asyncio.wrap_future(self._pool.submit(_contained, work, box)) for box in boxes]
         try:
             return list(await asyncio.gather(*futures))
         finally:
@@ -124,7 +129,7 @@ class Workers:
                 box.clear()
 
     def shutdown(self) -> None:
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown()
 
 
 def _contained(work: Callable[[S], T], box: list[S]) -> T:

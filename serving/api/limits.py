@@ -1,10 +1,15 @@
 """What a request may cost before the engine sees it."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+
+from vitbatch.workers import usable_cores
 
 KIB = 1 << 10
 MIB = 1 << 20
+
+_MOST_IMAGE_WORKERS = 16
+"""Nothing was measured with more; threads take turns at Python, and the engine's wants its own."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,8 @@ class Limits:
         max_image_bytes: of one encoded image.
         max_image_pixels: of one image, as its header says.
         max_request_pixels: of all images of a request, as their headers say.
+        max_decoding_pixels: of all images that are decoded and resized at one time, each of about 4 bytes, or
+            12 with transparency; further images wait. One alone may have more.
         max_messages: messages a chat.
         max_text_chars: characters of a whole prompt; bounds the time spent on tokenising it.
         max_prompts: prompts a completion.
@@ -35,7 +42,7 @@ class Limits:
         max_echo_logprobs: log-probabilities a request that are told of its echoed prompts: a token's own and its
             alternatives', in each answer. A few bytes of prompt are kilobytes of them.
         text_workers: threads that parse bodies, render templates and tokenise.
-        image_workers: threads that decode and resize images.
+        image_workers: threads that decode and resize images; by default one a core this process may use, 16 at most.
         heartbeat_seconds: an engine that showed no sign of life for longer counts as dead.
         watch_seconds: how often a waiting request looks whether the engine is still alive.
         probe_seconds: how long /health_generate waits for its token.
@@ -56,6 +63,7 @@ class Limits:
     max_image_bytes: int = 20 * MIB
     max_image_pixels: int = 64_000_000
     max_request_pixels: int = 128_000_000
+    max_decoding_pixels: int = 256_000_000
     max_messages: int = 2048
     max_text_chars: int = 4_000_000
     max_prompts: int = 128
@@ -65,17 +73,17 @@ class Limits:
     max_logit_bias: int = 300
     max_echo_logprobs: int = 1_000_000
     text_workers: int = 2
-    image_workers: int = 2
+    image_workers: int = field(default_factory=lambda: min(usable_cores(), _MOST_IMAGE_WORKERS))
     heartbeat_seconds: float = 120.0
     watch_seconds: float = 2.0
     probe_seconds: float = 30.0
     abort_seconds: float = 2.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for limit in fields(self):
+            value = getattr(self, limit.name)
             if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{field.name} is {value}; it must be a positive number")
+                raise ValueError(f"{limit.name} is {value}; it must be a positive number")
         if self.max_preparing_bytes < self.max_body_bytes:
             raise ValueError(
                 f"max_preparing_bytes is {self.max_preparing_bytes}, less than one body of max_body_bytes "

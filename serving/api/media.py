@@ -9,7 +9,10 @@ import asyncio
 import base64
 import binascii
 import re
-from collections.abc import Sequence
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar, runtime_checkable
@@ -21,6 +24,7 @@ from serving.api.limits import Limits
 from serving.protocol import PreparedImage
 from vitbatch import ImageError
 from vitbatch.images.decode import open_image
+from vitbatch.images.patches import Spread
 
 T = TypeVar("T")
 
@@ -35,7 +39,7 @@ _FORMATS = "PNG, JPEG, WebP, GIF and BMP"
 class ImageProcessor(Protocol):
     """`vitbatch`'s image processor: thread-safe host work that raises `vitbatch.ImageError` with a text fit to show."""
 
-    def prepare(self, image: bytes) -> PreparedImage: ...
+    def prepare(self, image: bytes, *, spread: Spread) -> PreparedImage: ...
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,7 @@ class ImageIntake:
     ):
         self._processor, self._limits, self._intake, self._fetcher = processor, limits, intake, fetcher
         self._workers = Workers(limits.image_workers, "image")
+        self._room = PixelRoom(limits.max_decoding_pixels)
 
     async def prepare(self, parts: Sequence[Sent]) -> list[PreparedImage]:
         """Prepared images in order. What is fetched counts as held until all are prepared.
@@ -114,9 +119,16 @@ class ImageIntake:
             raise invalid("this model reads text only; send no images", parts[0].param, "unsupported_value")
         with self._intake.hold() as hold:
             files = await self._files(parts, hold)
-            await self._check_sizes(files, parts)
-            work = [partial(prepare_image, data, p.param, processor) for data, p in zip(files, parts, strict=True)]
+            sizes = await self._sizes(files, parts)
+            work = [
+                partial(self._prepared, data, pixels, part.param, processor)
+                for data, pixels, part in zip(files, sizes, parts, strict=True)
+            ]
             return await self._workers.map(_call, work)
+
+    def _prepared(self, encoded: bytes, pixels: int, param: str, processor: ImageProcessor) -> PreparedImage:
+        with self._room.hold(pixels):
+            return prepare_image(encoded, param, processor, self._workers.spread)
 
     def shutdown(self) -> None:
         self._workers.shutdown()
@@ -145,15 +157,48 @@ class ImageIntake:
                     )
                 return await self._fetcher.fetch(url, part.param, hold)
 
-    async def _check_sizes(self, files: Sequence[bytes], parts: Sequence[Sent]) -> None:
+    async def _sizes(self, files: Sequence[bytes], parts: Sequence[Sent]) -> list[int]:
+        """Pixels of each file. Raises ApiError: 400, too many in one or in all."""
         measure = [partial(pixels_of, data, p.param, self._limits) for data, p in zip(files, parts, strict=True)]
-        total = sum(await self._workers.map(_call, measure))
+        sizes = await self._workers.map(_call, measure)
+        total = sum(sizes)
         if total > self._limits.max_request_pixels:
             raise invalid(
                 f"the images have {total} pixels together; the limit is {self._limits.max_request_pixels}: send fewer "
                 "or smaller images",
                 parts[-1].param,
             )
+        return sizes
+
+
+class PixelRoom:
+    """Room for the pixels that are decoded at one time, in the order it was asked for. Threads wait in it."""
+
+    def __init__(self, limit: int):
+        """limit: pixels; more are let in alone."""
+        self._limit, self._held = limit, 0
+        self._changed = threading.Condition()
+        self._waiting: deque[object] = deque()
+
+    @contextmanager
+    def hold(self, pixels: int) -> Iterator[None]:
+        """Waits until there is room, and leaves it at the end."""
+        ticket = object()
+        with self._changed:
+            self._waiting.append(ticket)
+            self._changed.wait_for(lambda: self._waiting[0] is ticket and self._fits(pixels))
+            self._waiting.popleft()
+            self._held += pixels
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._held -= pixels
+                self._changed.notify_all()
+
+    def _fits(self, pixels: int) -> bool:
+        return not self._held or self._held + pixels <= self._limit
 
 
 def decode_payload(payload: str, param: str) -> bytes:
@@ -185,14 +230,14 @@ def pixels_of(encoded: bytes, param: str, limits: Limits) -> int:
     return width * height
 
 
-def prepare_image(encoded: bytes, param: str, processor: ImageProcessor) -> PreparedImage:
-    """Decode, resize and cut. Runs in a worker thread.
+def prepare_image(encoded: bytes, param: str, processor: ImageProcessor, spread: Spread) -> PreparedImage:
+    """Decode, resize and cut. Runs in a worker thread; `spread` has others help.
 
     Raises:
         ApiError: 400, with a text that holds nothing of a decoder's own messages.
     """
     try:
-        return processor.prepare(encoded)
+        return processor.prepare(encoded, spread=spread)
     except ImageError as error:
         raise invalid(str(error), param) from None
 

@@ -29,6 +29,7 @@ from tests.serving.api.harness import (
     until_aborted,
 )
 from tests.vitbatch.pictures import encoded, noise
+from vitbatch.images.patches import Spread
 
 CHAT = "/v1/chat/completions"
 
@@ -68,10 +69,10 @@ def test_a_client_that_leaves_while_its_images_are_prepared_never_reaches_the_en
     started, release = threading.Event(), threading.Event()
 
     class SlowProcessor:
-        def prepare(self, image: bytes):
+        def prepare(self, image: bytes, spread: Spread):
             started.set()
             release.wait(5)
-            return PROCESSOR.prepare(image)
+            return PROCESSOR.prepare(image, spread=spread)
 
     async def run() -> None:
         engine = FakeEngine()
@@ -104,10 +105,10 @@ def test_probes_are_answered_while_images_are_prepared():
     running: list[int] = []
 
     class SlowProcessor:
-        def prepare(self, image: bytes):
+        def prepare(self, image: bytes, spread: Spread):
             running.append(threading.get_ident())
             release.wait(10)
-            return PROCESSOR.prepare(image)
+            return PROCESSOR.prepare(image, spread=spread)
 
     async def run() -> None:
         app = app_of(FakeEngine(), processor=SlowProcessor(), limits=Limits(image_workers=2))
@@ -133,8 +134,8 @@ def test_probes_are_answered_between_the_images_of_a_burst():
     probes: list[int] = []  # images that were done at each answer
 
     class Counting:
-        def prepare(self, image: bytes):
-            prepared = PROCESSOR.prepare(image)
+        def prepare(self, image: bytes, spread: Spread):
+            prepared = PROCESSOR.prepare(image, spread=spread)
             done.append(1)
             return prepared
 
@@ -184,9 +185,9 @@ def test_bodies_that_are_being_prepared_are_bounded_together():
     release = threading.Event()
 
     class SlowProcessor:
-        def prepare(self, image: bytes):
+        def prepare(self, image: bytes, spread: Spread):
             release.wait(10)
-            return PROCESSOR.prepare(image)
+            return PROCESSOR.prepare(image, spread=spread)
 
     async def run() -> None:
         limits = Limits(max_body_bytes=6000, max_preparing_bytes=10_000)

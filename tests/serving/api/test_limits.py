@@ -5,8 +5,10 @@ import gc
 import io
 import json
 import logging
+import math
 import socket
 import threading
+import time
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -36,6 +38,8 @@ from tests.serving.api.harness import (
     silent,
 )
 from tests.vitbatch.hostile import png
+from tests.vitbatch.pictures import encoded, noise
+from vitbatch.images.patches import Spread, one_by_one
 
 SMALL = Limits(max_image_pixels=100_000, max_request_pixels=150_000)
 
@@ -43,7 +47,7 @@ SMALL = Limits(max_image_pixels=100_000, max_request_pixels=150_000)
 class Untouched:
     """A processor that no image of the test may reach."""
 
-    def prepare(self, image: bytes) -> Any:
+    def prepare(self, image: bytes, spread: Spread) -> Any:
         raise AssertionError("the image was prepared")
 
 
@@ -134,7 +138,7 @@ def test_of_an_animation_only_the_first_frame_is_read():
 @pytest.mark.parametrize("fault", [MemoryError(), SystemExit(3), StopIteration(), RecursionError(), OSError("disk")])
 def test_a_decoder_that_fails_in_any_way_costs_one_request(fault, caplog):
     class Failing:
-        def prepare(self, image: bytes) -> Any:
+        def prepare(self, image: bytes, spread: Spread) -> Any:
             raise fault
 
     engine = FakeEngine()
@@ -149,10 +153,10 @@ def test_a_decoder_that_fails_for_one_image_leaves_the_others_alone():
     bad = encoded_image(colour=(255, 0, 0))
 
     class Moody:
-        def prepare(self, image: bytes) -> Any:
+        def prepare(self, image: bytes, spread: Spread) -> Any:
             if image == bad:
                 raise SystemExit(1)
-            return PROCESSOR.prepare(image)
+            return PROCESSOR.prepare(image, spread=spread)
 
     async def run() -> list[int]:
         app = app_of(FakeEngine(), processor=Moody())
@@ -165,6 +169,67 @@ def test_a_decoder_that_fails_for_one_image_leaves_the_others_alone():
         return [connection.sent[0]["status"] for connection in connections]
 
     assert asyncio.run(run()) == [500, 200] * 10
+
+
+def test_images_are_decoded_by_every_core_up_to_sixteen(monkeypatch):
+    for cores, threads in ((1, 1), (5, 5), (16, 16), (96, 16)):
+        monkeypatch.setattr("serving.api.limits.usable_cores", lambda cores=cores: cores)
+        assert Limits().image_workers == threads
+    assert Limits(image_workers=3).image_workers == 3
+
+
+def test_pixels_that_are_decoded_at_one_time_are_bounded_and_everybody_has_a_turn():
+    """With a thread each for all of them; the large one alone is over the limit, and waits for room to be alone."""
+    lock, together, most = threading.Lock(), [0], [0]
+
+    class Watched:
+        def prepare(self, image: bytes, spread: Spread) -> Any:
+            pixels = math.prod(Image.open(io.BytesIO(image)).size)
+            with lock:
+                together[0] += pixels
+                most[0] = max(most[0], together[0])
+                assert pixels == 40_000 or together[0] <= 25_000, together
+            time.sleep(0.01)
+            with lock:
+                together[0] -= pixels
+            return PROCESSOR.prepare(image, spread=spread)
+
+    async def run() -> list[int]:
+        app = app_of(FakeEngine(), processor=Watched(), limits=Limits(image_workers=12, max_decoding_pixels=25_000))
+        sizes = [(100, 100), (200, 50), (200, 200), (30, 30)] * 6
+        contents = [[image_part(encoded_image(*size))] for size in sizes]
+        connections = [
+            Connection(app, "/v1/chat/completions", {"messages": [{"role": "user", "content": content}]})
+            for content in contents
+        ]
+        async with asyncio.timeout(20):
+            await asyncio.gather(*(connection.served for connection in connections))
+        return [connection.sent[0]["status"] for connection in connections]
+
+    assert asyncio.run(run()) == [200] * 24
+    assert most == [40_000], "the large one had company"
+
+
+def test_a_picture_is_prepared_by_threads_together_and_comes_out_the_same():
+    photograph = encoded(Image.fromarray(noise(2100, 1700, 0)), "PNG")
+    bands: list[int] = []
+
+    class Watched:
+        def prepare(self, image: bytes, spread: Spread) -> Any:
+            def told(work: Any, items: Any) -> Any:
+                bands.append(len(items))
+                return spread(work, items)
+
+            return PROCESSOR.prepare(image, spread=told)
+
+    engine = FakeEngine()
+    app = app_of(engine, processor=Watched(), limits=Limits(image_workers=3))
+    assert chat(app, [image_part(photograph)]).status_code == 200
+    [span] = engine.submissions[0].images
+    plain = PROCESSOR.prepare(photograph, spread=one_by_one)
+    assert span.image.key == plain.key
+    assert (span.image.patches == plain.patches).all()
+    assert max(bands) > 3
 
 
 def test_requests_that_are_being_prepared_are_counted():

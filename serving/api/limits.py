@@ -26,6 +26,8 @@ class Limits:
         max_header_bytes: of a request's line and headers; more is a 400.
         header_seconds: that a client has for a request's line and headers, from the moment it connects.
         body_seconds: that a client has for a request's body; more is a 408.
+        unread_seconds: that a client may take nothing of what waits for it. Looked at in steps of as long: after
+            once to twice that it is cut off, and what runs for it ends. Who takes a little now and then is not.
         max_images: images a request.
         max_image_bytes: of one encoded image.
         max_image_pixels: of one image, as its header says.
@@ -59,6 +61,7 @@ class Limits:
     max_header_bytes: int = 64 * KIB
     header_seconds: float = 20.0
     body_seconds: float = 120.0
+    unread_seconds: float = 60.0
     max_images: int = 8
     max_image_bytes: int = 20 * MIB
     max_image_pixels: int = 64_000_000

@@ -25,7 +25,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is cancelled as soon as the client disconnects.
 
     To be called after the whole body was read: from then on `receive` only returns for a disconnect. Nothing here has a
-    time limit, so a slow reader is never taken for a lost one.
+    time limit, so a slow reader is never taken for a lost one; the listener cuts off who takes nothing at all.
 
     Raises:
         Disconnected: the client went away first.

@@ -14,6 +14,7 @@ from PIL import Image
 from starlette.applications import Starlette
 
 from serving.api import Limits
+from serving.api.listen import server_config
 from serving.chat import ChatTemplate
 from serving.metrics import Metrics
 from tests.serving.api.harness import (
@@ -209,10 +210,10 @@ def test_bodies_that_are_being_prepared_are_bounded_together():
 
 @contextlib.asynccontextmanager
 async def served(app: Starlette) -> AsyncIterator[str]:
-    """The app on a real socket."""
+    """The app behind the server's own listener."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on"))
+        server = uvicorn.Server(server_config(app, Limits()))
         running = asyncio.create_task(server.serve([listener]))
         await eventually(lambda: server.started)
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -10,8 +10,8 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,9 @@ import pytest
 import uvicorn
 from PIL import Image
 from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from serving.api import Limits
 from serving.api.intake import Workers
@@ -36,6 +39,7 @@ from tests.serving.api.harness import (
     eventually,
     image_part,
     silent,
+    until_aborted,
 )
 from tests.vitbatch.hostile import png
 from tests.vitbatch.pictures import encoded, noise
@@ -314,8 +318,9 @@ def test_log_probabilities_of_echoed_prompts_are_counted_over_all_answers():
 
 @asynccontextmanager
 async def served(app: Starlette, limits: Limits) -> AsyncIterator[int]:
-    """The app behind the bounded listener; its port."""
+    """The app behind the bounded listener; its port. The system keeps little of what is on its way to clients."""
     with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         listener.bind(("127.0.0.1", 0))
         server = uvicorn.Server(server_config(app, limits))
         running = asyncio.create_task(server.serve([listener]))
@@ -431,6 +436,86 @@ def test_a_body_that_was_answered_already_does_not_hold_its_connection(head):
 
     asyncio.run(run())
     assert asyncio.run(sent()) < 1000
+
+
+@contextmanager
+def narrow_client(port: int, request: bytes) -> Iterator[socket.socket]:
+    """A client with little room for what it does not read, after its request."""
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", port))
+        client.sendall(request)
+        client.setblocking(False)
+        yield client
+
+
+def generation(**fields: Any) -> bytes:
+    body = json.dumps({"messages": [{"role": "user", "content": "hi"}]} | fields).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: s\r\nContent-Type: application/json\r\n"
+    return head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
+def test_a_client_that_never_reads_its_stream_is_ended_like_one_that_left(caplog):
+    async def run() -> None:
+        limits, metrics, engine = Limits(unread_seconds=0.3), Metrics(), FakeEngine(script=until_aborted)
+        async with served(app_of(engine, limits=limits, metrics=metrics), limits) as port:
+            with narrow_client(port, generation(stream=True)):
+                await eventually(lambda: engine.aborted, 20)
+                assert engine.aborted == [engine.submissions[0].request_id]
+                await eventually(lambda: not engine.running)
+                count = metrics.registry.get_sample_value
+                assert count("vitstripe_request_finished_total", {"reason": "abort"}) == 1
+            assert (await exchange(port, HEALTH + b"\r\n")).startswith(b"HTTP/1.1 200")
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(run())
+    [told] = [record.getMessage() for record in caplog.records if "took nothing" in record.getMessage()]
+    assert told.startswith("a client took nothing for 0.3 s while ")
+    lines = [json.loads(record.message) for record in caplog.records if record.name == "serving.http"]
+    assert [line["status"] for line in lines if line["route"] == "/v1/chat/completions"] == [499]
+
+
+def large_answer(size: int) -> Starlette:
+    async def answer(_: Request) -> Response:
+        return Response(b"x" * size)
+
+    return app_of(FakeEngine(), extra_routes=[Route("/large", answer)])
+
+
+LARGE = b"GET /large HTTP/1.1\r\nHost: s\r\nConnection: close\r\n\r\n"
+
+
+def test_a_whole_answer_that_nobody_reads_does_not_hold_its_connection(caplog):
+    """It is over for the server, which waits for the client to take it before it closes."""
+
+    async def run() -> None:
+        async with served(large_answer(300_000), Limits(unread_seconds=0.2)) as port:
+            with narrow_client(port, LARGE) as client:
+                came, loop = 0, asyncio.get_running_loop()
+                await eventually(lambda: "took nothing" in caplog.text, 20)
+                async with asyncio.timeout(20):
+                    while piece := await loop.sock_recv(client, 65536):
+                        came += len(piece)
+                assert 0 < came < 300_000
+
+    asyncio.run(run())
+
+
+def test_a_client_that_takes_a_little_now_and_then_gets_everything():
+    """For longer than the limit, with bytes waiting for it all along."""
+
+    async def run() -> None:
+        size, began = 150_000, time.monotonic()
+        async with served(large_answer(size), Limits(unread_seconds=2.0)) as port:
+            with narrow_client(port, LARGE) as client:
+                answer, loop = b"", asyncio.get_running_loop()
+                while piece := await loop.sock_recv(client, 4096):
+                    answer += piece
+                    await asyncio.sleep(0.1)
+            assert answer.endswith(b"x" * size)
+            assert time.monotonic() - began > 3.5
+
+    asyncio.run(run())
 
 
 def test_requests_that_are_sent_without_waiting_are_answered_in_order():

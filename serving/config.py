@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from vitstripe.selftest import DEFAULT_SECONDS
+
 ROW_TILE = 16
 """Rows of one request are padded to a multiple of this in a prefill pass (serving.models.step)."""
 
@@ -78,6 +80,11 @@ class EngineConfig:
     def queue_tokens(self) -> int:
         """Prompt tokens that may wait; one request may always, however long."""
         return self.max_queue_tokens or max(1, self.max_queue // 2) * self.max_model_len
+
+    @property
+    def first_run_seconds(self) -> float:
+        """What a program's first run may take; it may start a library on every device, which no step does."""
+        return max(self.step_seconds, DEFAULT_SECONDS)
 
     @property
     def pages_per_seq(self) -> int:

@@ -60,7 +60,8 @@ def load_engine(
     on_death: Callable[[str], None] = lambda detail: None,
 ) -> Start:
     """Loads and warms; the engine is not started yet. Raises CheckpointError listing everything wrong with the folder,
-    ValueError when memory does not suffice, RuntimeError when a check of the indexer fails."""
+    ValueError when memory does not suffice, RuntimeError when a check of the indexer fails, CollectiveHang naming a
+    program whose first run does not come back."""
     platform = platform_of_mesh(mesh)
     dtype = platform.default_dtype
     family = family_of(checkpoint.config)
@@ -87,7 +88,7 @@ def load_engine(
                 f"{_hidden_size(checkpoint)}; the two halves do not belong together"
             )
         with stage("vision programs") as advance:
-            vision_programs = len(encoder.warm_up(advance).buckets)
+            vision_programs = len(encoder.warm_up(advance, seconds=config.first_run_seconds).buckets)
     runner = Runner(binding.graphdef, binding.abstract, state, mesh, config, encoder)
     with stage("language programs") as advance:
         language_programs = len(runner.warm_up(advance))

@@ -29,7 +29,7 @@ from serving.sequence import Sequence
 from vitbatch import VisionEncoder
 from vitstripe.platform import platform_of_mesh
 from vitstripe.program import Program
-from vitstripe.selftest import DEFAULT_SECONDS, bounded
+from vitstripe.selftest import bounded
 
 logger = logging.getLogger("serving.runner")
 
@@ -210,7 +210,7 @@ class Runner:
     def warm_up(self, progress: Progress = lambda done, total, name: None) -> list[ProgramTime]:
         """Checks the indexer, compiles every program and runs it once on every device. Raises RuntimeError where the
         indexer's kernels or stripes give other results than plain XLA on one device, and CollectiveHang where a program
-        does not come back within the configuration's step_seconds, or two minutes if those are more."""
+        does not come back within the configuration's first_run_seconds."""
         check_indexer(self.lm, self.stripes)
         programs = self.lm.programs()
         compile_seconds: dict[str, float] = {}
@@ -228,7 +228,7 @@ class Runner:
 
         def timed(name: str, run: Callable[[], Any]) -> Any:
             begin = time.perf_counter()
-            limit = max(self.config.step_seconds, DEFAULT_SECONDS)
+            limit = self.config.first_run_seconds
             out = bounded(lambda: jax.block_until_ready(run()), limit, f"the first run of {name}")
             seconds[name] = time.perf_counter() - begin
             return out

@@ -35,6 +35,7 @@ from vitstripe.checkpoint import Checkpoint, load, raise_problems
 from vitstripe.checkpoint import Progress as LoadProgress
 from vitstripe.platform import platform_of, platform_of_mesh
 from vitstripe.program import zeros_of
+from vitstripe.selftest import bounded
 
 logger = logging.getLogger("vitbatch.encoder")
 
@@ -176,12 +177,14 @@ class VisionEncoder:
             logger.info("images of several requests %s: %s", how, decision.reason)
         return decision.batched
 
-    def warm_up(self, progress: Progress | None = None) -> WarmupReport:
+    def warm_up(self, progress: Progress | None = None, *, seconds: float | None = None) -> WarmupReport:
         """Compiles every bucket, several at once, and then runs each on every device with full lanes. Afterwards
         nothing compiles.
 
         The rows are dropped: live slots of the pool keep their content. progress: called with (steps done, steps in
-        all, program that made the last one); compiling and running a bucket are a step each.
+        all, program that made the last one); compiling and running a bucket are a step each. seconds: for each run;
+        None for no limit. Raises CollectiveHang naming the program whose run takes longer; the encoder is of no use
+        then.
         """
         begin = time.perf_counter()
         buckets = self.ladder.buckets
@@ -209,7 +212,8 @@ class VisionEncoder:
             frames = self._full_lanes(bucket)
             plan = plan_call([f.grid[0] * f.grid[1] for f in frames], self.lanes, bucket)
             start = time.perf_counter()
-            jax.block_until_ready(self._dispatch(plan, frames, [None] * len(frames)))
+            run = partial(self._warm_run, plan, frames)
+            run() if seconds is None else bounded(run, seconds, f"the first run of {ready.program.name}")
             ran = time.perf_counter() - start
             fresh = bucket in programs
             reports.append(
@@ -225,6 +229,9 @@ class VisionEncoder:
             )
             step(ready.program.name)
         return WarmupReport(tuple(reports), time.perf_counter() - begin)
+
+    def _warm_run(self, plan: CallPlan, frames: list[Frame]) -> None:
+        jax.block_until_ready(self._dispatch(plan, frames, [None] * len(frames)))
 
     def _full_lanes(self, bucket: Bucket) -> list[Frame]:
         """Images of pixels that are not all alike, together filling every lane."""

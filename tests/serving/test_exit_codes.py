@@ -1,6 +1,7 @@
 """How `python -m serving` ends tells why: each in a process of its own, with a small text model."""
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -39,11 +40,16 @@ LOSES_ITS_DEVICE = textwrap.dedent(
 HANGS_AT_ITS_FIRST_RUN = textwrap.dedent(
     """
     import sys, threading
-    from serving import runner
+    from serving import config
     from serving.__main__ import main
+    from serving.runner import Runner
+    from vitbatch import VisionEncoder
 
-    runner.DEFAULT_SECONDS = 1.0
-    runner.Runner._splice = lambda self, *args: threading.Event().wait()
+    def hangs(self, *args):
+        threading.Event().wait()
+
+    config.DEFAULT_SECONDS = 1.0
+    Runner._splice = VisionEncoder._run = hangs
     sys.exit(main([*sys.argv[1:], "--step-seconds", "1"]))
     """
 )
@@ -121,9 +127,11 @@ def test_a_lost_device_says_so_and_tells_the_client(start):
     assert "JaxRuntimeError in the step loop" in log.read_text()
 
 
-def test_a_program_that_does_not_come_back_at_the_start_ends_the_server_with_its_name():
-    command = [sys.executable, "-c", HANGS_AT_ITS_FIRST_RUN, *FLAGS, "--port", "0"]
+@pytest.mark.parametrize(("model", "program"), [(MODEL, "splice/64"), ("digits", r"vision/\S+")])
+def test_a_program_that_does_not_come_back_at_the_start_ends_the_server_with_its_name(model, program):
+    flags = [*FLAGS, "--model", model, "--port", "0"]
+    command = [sys.executable, "-c", HANGS_AT_ITS_FIRST_RUN, *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == Exit.DEVICE_LOST, done.stderr
-    assert "the first run of splice/64 did not end within 1 s" in done.stderr
+    assert re.search(f"the first run of {program} did not end within 1 s", done.stderr), done.stderr
     assert "Traceback" not in done.stderr

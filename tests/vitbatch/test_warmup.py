@@ -18,6 +18,7 @@ from vitbatch import Bucket, BucketLadder, EncoderConfig, PreparedImage, VisionE
 from vitbatch.compile_guard import CompileGuard
 from vitbatch.warmup import compile_all, persistent_cache
 from vitstripe import Program, make_mesh
+from vitstripe.selftest import CollectiveHang
 
 
 def prepare(encoder: VisionEncoder, *sizes: tuple[int, int], seed: int = 0) -> list[PreparedImage]:
@@ -116,6 +117,29 @@ def test_live_rows_stay_and_no_call_is_counted(encoder_of):
     encoder.warm_up()
     np.testing.assert_array_equal(np.asarray(encoder.pool)[slots], before)
     assert encoder._calls == calls
+
+
+def test_a_run_that_does_not_come_back_is_told_by_its_program_within_the_limit(encoder_of, monkeypatch):
+    encoder, release, run, seen = encoder_of(2, (128, 512)), threading.Event(), VisionEncoder._run, []
+
+    def hangs(self, ready, arguments):
+        if ready.program.name == "vision/512":
+            release.wait(60)
+        return run(self, ready, arguments)
+
+    monkeypatch.setattr(VisionEncoder, "_run", hangs)
+    with pytest.raises(CollectiveHang, match=r"the first run of vision/512 did not end within 5 s"):
+        encoder.warm_up(lambda done, total, name: seen.append(name), seconds=5.0)
+    assert seen[2:] == ["vision/128"]
+    release.set()
+
+
+def test_a_run_within_its_limit_leaves_the_encoder_as_without_one(encoder_of):
+    bounded, free = encoder_of(2, (128, 512)), encoder_of(2, (128, 512))
+    assert [b.name for b in bounded.warm_up(seconds=300.0).buckets] == [b.name for b in free.warm_up().buckets]
+    images = prepare(bounded, (96, 96), (100, 70))
+    for one, other in zip(bounded.encode(images), free.encode(images), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_every_lane_is_full_of_several_images(encoder_of):

@@ -16,6 +16,9 @@ from typing import Any
 import tokenizers
 
 _PROBED_IDS = 256
+# While a text is encoded, a token of it takes about 140 bytes, and a byte may be one.
+_BYTES_A_TOKEN = 8
+_PIECE_CHARS = 1 << 14
 # Read by the parsers of answers (serving.chat), whatever a checkpoint's files call them.
 _MARKUP = frozenset(f"<{end}{name}>" for name in ("think", "tool_call", "arg_key", "arg_value") for end in ("", "/"))
 # GLM's frame around a final answer, which its files do not always call special.
@@ -161,6 +164,19 @@ class Tokenizer:
                 ids.append(self._added_ids[literal])
         return ids
 
+    def is_far_over(self, text: str, most: int) -> bool:
+        """Whether encoding the whole text would be wasted on many more than `most` tokens, told at the cost of encoding
+        a few times `most`. A text that is only somewhat longer is left to be encoded."""
+        if len(text.encode()) <= _BYTES_A_TOKEN * most:
+            return False
+        count = 0
+        for start in range(0, len(text), _PIECE_CHARS):
+            count += len(_encoding(self._full, text[start : start + _PIECE_CHARS]))
+            # A cut makes a token or two more than there are, and never twice as many.
+            if count > 2 * most:
+                return True
+        return False
+
     def token_bytes(self, token_id: int, *, special: bool = False) -> bytes:
         """The bytes that a token stands for; none for an id of the vocabulary's padding, and for a special token unless
         `special`, which gives its literal text."""
@@ -210,10 +226,14 @@ class Tokenizer:
 
 
 def _ids(tokenizer: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    return _encoding(tokenizer, text, add_special_tokens=add_special_tokens).ids
+
+
+def _encoding(tokenizer: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = False) -> tokenizers.Encoding:
     # `encode` keeps the interpreter to itself until it is done, which is seconds for millions of characters. The form
     # for batches does not.
     [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-    return encoding.ids
+    return encoding
 
 
 def _load(parsed: dict[str, Any]) -> tokenizers.Tokenizer:

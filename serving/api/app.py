@@ -212,7 +212,9 @@ class _Api:
         if self._template is None:
             raise invalid("this checkpoint has no chat template; use /v1/completions", "messages")
         images = await self._prepare_images(parsed.images())
-        prompt = await self._text.run(chat_prompt, parsed, images, self._template, self._tokenizer)
+        prompt = await self._text.run(
+            chat_prompt, parsed, images, self._template, self._tokenizer, self._engine.max_model_len
+        )
         tools = parsed.tools.parameters() if parsed.tools.declared else None
         parser = partial(self._parsers.parser, prompt.opening, tools, parallel=parsed.tools.parallel)
         return _Prepared([prompt], parsed.options, parser)
@@ -227,7 +229,8 @@ class _Api:
     async def _prepare_completion(self, raw: bytes) -> _Prepared:
         parsed = await self._text.run(parse_completion, raw, self._limits)
         self._check_model(parsed.options)
-        prompts = [await self._text.run(completion_prompt, one, self._tokenizer) for one in parsed.prompts]
+        most = self._engine.max_model_len
+        prompts = [await self._text.run(completion_prompt, one, self._tokenizer, most) for one in parsed.prompts]
         return _Prepared(prompts, parsed.options)
 
     def _check_state(self) -> None:

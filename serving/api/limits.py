@@ -35,7 +35,8 @@ class Limits:
         max_decoding_pixels: of all images that are decoded and resized at one time, each of about 4 bytes, or
             12 with transparency; further images wait. One alone may have more.
         max_messages: messages a chat.
-        max_text_chars: characters of a whole prompt; bounds the time spent on tokenising it.
+        max_text_chars: characters of a whole prompt; bounds the time spent on reading and rendering it. What is far
+            over the context is not tokenised.
         max_prompts: prompts a completion.
         max_stop: stop strings a request.
         max_stop_chars: of one stop string.

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from serving.api.errors import invalid, unsupported
+from serving.api.errors import ApiError, invalid, unsupported
 from serving.api.limits import Limits
 from serving.api.messages import ImagePart, Message, TextPart
 from serving.api.schemas import ChatRequest, Options
@@ -30,12 +30,17 @@ class Prompt:
 
 
 def chat_prompt(
-    request: ChatRequest, images: Sequence[PreparedImage], template: ChatTemplate, tokenizer: Tokenizer
+    request: ChatRequest,
+    images: Sequence[PreparedImage],
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    max_model_len: int,
 ) -> Prompt:
     """Render and tokenise a chat. `images` are those of the request, in order.
 
     Raises:
-        ApiError: 400: the template refused the chat or does not place each image once.
+        ApiError: 400: the template refused the chat or does not place each image once, or the text is far over
+            `max_model_len` tokens.
     """
     _check_template(request, template)
     try:
@@ -48,6 +53,7 @@ def chat_prompt(
         rendered = template.render(messages, tools=tools, **request.switches)
     except TemplateFault as error:
         raise invalid(shield.restore(str(error)), "messages") from None
+    _check_far_over(shield.restore(rendered), tokenizer, max_model_len)
     prompt = expand_images(tokenizer.encode_rendered(rendered, shield.restore), images, tokenizer.image_token_id)
     return replace(prompt, opening=opening_of(rendered))
 
@@ -135,12 +141,14 @@ def expand_images(ids: list[int], images: Sequence[PreparedImage], image_token_i
     return Prompt(expanded, tuple(spans))
 
 
-def completion_prompt(prompt: str | list[int], tokenizer: Tokenizer) -> Prompt:
+def completion_prompt(prompt: str | list[int], tokenizer: Tokenizer, max_model_len: int) -> Prompt:
     """Tokenise a raw prompt, or check token ids.
 
     Raises:
-        ApiError: 400: an id outside the vocabulary, or a placeholder of an image.
+        ApiError: 400: an id outside the vocabulary, a placeholder of an image, or no room for an answer.
     """
+    if isinstance(prompt, str):
+        _check_far_over(prompt, tokenizer, max_model_len)
     ids = tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt
     if not ids:
         raise invalid("prompt has no tokens; send at least one", "prompt")
@@ -151,7 +159,22 @@ def completion_prompt(prompt: str | list[int], tokenizer: Tokenizer) -> Prompt:
             raise invalid(
                 f"token {token_id} stands for an image or video; send images to /v1/chat/completions", "prompt"
             )
+    if len(ids) >= max_model_len:  # now, and not when all prompts of the request are there
+        raise _no_room(f"{len(ids)} tokens", max_model_len)
     return Prompt(list(ids), ())
+
+
+def _check_far_over(text: str, tokenizer: Tokenizer, max_model_len: int) -> None:
+    if tokenizer.is_far_over(text, max_model_len):
+        raise _no_room(f"more than {max_model_len} tokens", max_model_len)
+
+
+def _no_room(length: str, max_model_len: int) -> ApiError:
+    return invalid(
+        f"the prompt has {length}, the context holds {max_model_len} and one has to be left for the answer; shorten "
+        "the prompt or send fewer or smaller images",
+        code="context_length_exceeded",
+    )
 
 
 def check_echo(options: Options, prompts: Sequence[Prompt], limits: Limits) -> None:
@@ -183,11 +206,7 @@ def sampling_params(options: Options, prompt: Prompt, max_model_len: int, vocab_
     image_note = f" ({prompt.image_tokens} of them from images)" if prompt.images else ""
     room = max_model_len - length
     if room < 1:
-        raise invalid(
-            f"the prompt has {length} tokens{image_note}, the context holds {max_model_len} and one has to be left for "
-            "the answer; shorten the prompt or send fewer or smaller images",
-            code="context_length_exceeded",
-        )
+        raise _no_room(f"{length} tokens{image_note}", max_model_len)
     if options.max_tokens is not None and options.max_tokens > room:
         raise invalid(
             f"the prompt has {length} tokens{image_note} and max_tokens is {options.max_tokens}, together more than "

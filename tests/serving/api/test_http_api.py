@@ -9,6 +9,7 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
+from serving import tokenizer
 from serving.api import Limits
 from serving.metrics import Metrics
 from tests.serving.api.harness import (
@@ -208,6 +209,34 @@ def test_texts_far_over_any_context_are_not_tokenised():
     app = app_of(FakeEngine(), limits=Limits(max_text_chars=1000))
     for response in (complete(app, "x" * 1001), chat(app, "x" * 1001)):
         assert "1001 characters: the limit is 1000" in error_of(response)["message"]
+
+
+@pytest.mark.parametrize("character", ["a", "é", "中", "😀"])
+def test_a_prompt_far_over_the_context_is_tokenised_no_further_than_it_takes_to_know(monkeypatch, character):
+    """A token takes about 140 bytes while it is made: whole, sixteen megabytes of text took two gigabytes."""
+    whole, encoded = tokenizer._encoding, []
+
+    def watched(inner, text: str, **named):
+        encoded.append(len(text))
+        return whole(inner, text, **named)
+
+    monkeypatch.setattr(tokenizer, "_encoding", watched)
+    engine, long = FakeEngine(max_model_len=512), character * 300_000
+    for response in (complete(app_of(engine), long), complete(app_of(engine), ["a", long]), chat(app_of(engine), long)):
+        error = error_of(response)
+        assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
+        assert "the prompt has more than 512 tokens, the context holds 512" in error["message"]
+    assert sum(encoded) < 60_000, "of 900 000 characters"
+    assert engine.submissions == []
+
+
+def test_a_long_text_of_few_tokens_is_no_prompt_far_over_the_context():
+    engine = FakeEngine(max_model_len=3000)
+    text = "<|im_start|>" * 2900  # 12 characters, one token
+    assert complete(app_of(engine), text).status_code == 200
+    assert len(engine.submissions[0].prompt_ids) == 2900
+    error = error_of(complete(app_of(engine), "<|im_start|>" * 3000))
+    assert "the prompt has 3000 tokens, the context holds 3000" in error["message"]
 
 
 def test_too_many_messages_are_refused():

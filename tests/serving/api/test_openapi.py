@@ -30,7 +30,7 @@ def takes(name: str, body: dict[str, Any]) -> bool:
     raw = json.dumps(body).encode()
     try:
         if name == "ChatRequest":
-            chat_prompt(parse_chat(raw, Limits()), [], HERMES, TOKENIZER)
+            chat_prompt(parse_chat(raw, Limits()), [], HERMES, TOKENIZER, 4096)
         else:
             parse_completion(raw, Limits())
     except ApiError as error:

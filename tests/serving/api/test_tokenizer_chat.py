@@ -20,7 +20,7 @@ DEFINITION = (CHECKPOINT / "tokenizer.json").read_text()
 
 def encode(content: object, template: ChatTemplate = TEMPLATE, more: Sequence[object] = ()) -> list[int]:
     raw = json.dumps({"messages": [{"role": "user", "content": content}, *more]}).encode()
-    return chat_prompt(parse_chat(raw, Limits()), [], template, TOKENIZER).ids
+    return chat_prompt(parse_chat(raw, Limits()), [], template, TOKENIZER, 4096).ids
 
 
 def shown(ids: list[int]) -> str:
@@ -218,12 +218,12 @@ def test_a_placeholder_is_expanded_to_the_tokens_of_its_image():
 
 
 def test_raw_prompts_match_control_tokens_but_take_no_image():
-    assert completion_prompt("<|im_start|>a", TOKENIZER).ids == [257, *TOKENIZER.encode_plain("a")]
-    assert completion_prompt([5, 271], TOKENIZER).ids == [5, 271]
+    assert completion_prompt("<|im_start|>a", TOKENIZER, 9).ids == [257, *TOKENIZER.encode_plain("a")]
+    assert completion_prompt([5, 271], TOKENIZER, 9).ids == [5, 271]
     with pytest.raises(ApiError, match="image or video"):
-        completion_prompt("<|image_pad|>", TOKENIZER)
+        completion_prompt("<|image_pad|>", TOKENIZER, 9)
     with pytest.raises(ApiError, match="272 is not in the vocabulary of 272"):
-        completion_prompt([272], TOKENIZER)
+        completion_prompt([272], TOKENIZER, 9)
 
 
 def test_a_token_outside_the_byte_alphabet_stands_for_its_own_text():

@@ -573,7 +573,9 @@ def test_what_the_listener_says_goes_where_every_log_goes(caplog):
     async def run() -> None:
         async with served(app_of(FakeEngine()), Limits()) as port:
             with caplog.at_level(logging.WARNING):
-                assert (await exchange(port, b"\x16\x03\x01\r\n\r\n")).startswith(b"HTTP/1.1 400")
+                answer = await exchange(port, b"\x16\x03\x01\r\n\r\n")
+                assert answer.startswith(b"HTTP/1.1 400")
+                assert b"text/plain" in answer
 
     asyncio.run(run())
     assert "Invalid HTTP request received" in caplog.text

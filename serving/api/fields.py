@@ -17,11 +17,11 @@ def parse_json(raw: bytes, max_values: int) -> dict[str, Any]:
 
     Raises:
         ApiError: 400: not UTF-8, not strict JSON (NaN and Infinity are not), not an object, text that UTF-8 cannot
-            carry, or more than `max_values` quotes and opening brackets and braces.
+            carry, or more than `max_values` commas, quotes and opening brackets and braces.
     """
-    values = sum(map(raw.count, (b"[", b"{", b'"')))
+    values = sum(map(raw.count, (b",", b'"', b"[", b"{")))
     if values > max_values:
-        raise invalid(f"the body has {values} brackets, braces and quotes: the limit is {max_values}; send less")
+        raise invalid(f"the body has {values} commas, quotes and brackets: the limit is {max_values}; send less")
     try:
         text = raw.decode("utf-8")
     except UnicodeError:

@@ -18,8 +18,8 @@ class Limits:
 
     Args:
         max_body_bytes: of one request body; more is a 413.
-        max_body_values: quotes and opening brackets and braces of a body. Each value and name of its JSON has one; they
-            are what reading it takes memory and time for, not its bytes.
+        max_body_values: commas, quotes and opening brackets and braces of a body. There are as many as its JSON has
+            values and names or more; these are what reading it takes memory and time for, not its bytes.
         max_preparing_bytes: of all bodies and fetched images that are being read and prepared at one time; more is a
             429.
         max_preparing: requests that are being read and prepared at one time; more is a 429.

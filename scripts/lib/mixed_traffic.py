@@ -58,11 +58,10 @@ class Mix:
         self._draw = np.random.default_rng(seed)
         self._aborts, self._bad, self._most = aborts, bad, most_answers
         self._digits = [(path.name.split("_")[1], path.read_bytes()) for path in DIGITS]
-        # Words come again, as in real text. Of words that never do, each tokenizer of the server keeps 10 000, which
-        # took 75 000 requests and some 50 MiB: that would look like a leak.
-        letters = self._draw.integers(97, 123, (1000, 9))
-        lengths = self._draw.integers(2, 10, 1000)
-        self._vocabulary = [bytes(word[:n].tolist()).decode() for word, n in zip(letters, lengths, strict=True)]
+        # Texts come again: of those that never do, each tokenizer of the server keeps 10 000, which took 75 000 requests
+        # and some 50 MiB. That would look like a leak.
+        lengths = self._draw.integers(4, 100, 400)
+        self._texts = [bytes(self._draw.integers(97, 123, n).tolist()).decode() for n in lengths]
 
     def job(self) -> Job:
         draw = self._draw
@@ -80,9 +79,9 @@ class Mix:
             body["stop"] = ["7", "zz"]
         answer = None
         if kind == "completion":
-            body["prompt"] = self._words()
+            body["prompt"] = self._text()
         elif kind == "chat":
-            body["messages"] = [{"role": "user", "content": self._words()}]
+            body["messages"] = [{"role": "user", "content": self._text()}]
         elif kind == "digit":
             answer, raw = self._digits[int(draw.integers(len(self._digits)))]
             body = {"max_tokens": 4, "temperature": 0, "stream": body["stream"]}
@@ -95,8 +94,8 @@ class Mix:
         leave = float(draw.exponential(0.15)) if draw.random() < self._aborts else None
         return Job(str(kind), TEXT if kind == "completion" else CHAT, body, answer, leave)
 
-    def _words(self) -> str:
-        return " ".join(self._draw.choice(self._vocabulary, int(self._draw.integers(1, 18))))
+    def _text(self) -> str:
+        return self._texts[int(self._draw.integers(len(self._texts)))]
 
     def _picture(self) -> bytes:
         w, h = (int(side) for side in self._draw.integers(8, 100, 2))

@@ -58,8 +58,8 @@ class Mix:
         self._draw = np.random.default_rng(seed)
         self._aborts, self._bad, self._most = aborts, bad, most_answers
         self._digits = [(path.name.split("_")[1], path.read_bytes()) for path in DIGITS]
-        # Texts come again: of those that never do, each tokenizer of the server keeps 10 000, which took 75 000 requests
-        # and some 50 MiB. That would look like a leak.
+        # Texts come again: of those that never do, each tokenizer of the server keeps 10 000, which took 75 000
+        # requests and some 50 MiB. That would look like a leak.
         lengths = self._draw.integers(4, 100, 400)
         self._texts = [bytes(self._draw.integers(97, 123, n).tolist()).decode() for n in lengths]
 

@@ -37,6 +37,22 @@ LOSES_ITS_DEVICE = textwrap.dedent(
     sys.exit(main(sys.argv[1:]))
     """
 )
+DECODES_SLOWLY = textwrap.dedent(  # so that an answer is still under way when a signal comes, however late
+    """
+    import sys, time
+    from serving.__main__ import main
+    from serving.runner import Runner
+
+    decode = Runner.decode
+
+    def slowly(self, seqs):
+        time.sleep(0.1)
+        return decode(self, seqs)
+
+    Runner.decode = slowly
+    sys.exit(main(sys.argv[1:]))
+    """
+)
 HANGS_AT_ITS_FIRST_RUN = textwrap.dedent(
     """
     import sys, threading
@@ -93,7 +109,7 @@ BODY = {"messages": [{"role": "user", "content": "count"}], "temperature": 0, "i
 
 
 def test_a_drain_that_takes_too_long_says_so_and_tells_the_client(start):
-    process, client, log = start(None, "--drain-seconds", "0.1")
+    process, client, log = start(DECODES_SLOWLY, "--drain-seconds", "0.1")
     body = BODY | {"max_tokens": 900, "stream": True}
     with client.stream("POST", "/v1/chat/completions", json=body) as stream:
         lines = (line.removeprefix("data: ") for line in stream.iter_lines() if line)
@@ -106,7 +122,7 @@ def test_a_drain_that_takes_too_long_says_so_and_tells_the_client(start):
 
 
 def test_a_second_signal_ends_the_server_at_once(start):
-    process, client, log = start(None, "--drain-seconds", "300")
+    process, client, log = start(DECODES_SLOWLY, "--drain-seconds", "300")
     body = BODY | {"max_tokens": 900, "stream": True}
     with client.stream("POST", "/v1/chat/completions", json=body) as stream:
         next(stream.iter_lines())

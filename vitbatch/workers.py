@@ -115,7 +115,8 @@ class Workers:
         itself runs here, and that needs no place for its parts. Raises the error of the first item that has one, when
         no part is running any more.
 
-        Never waits for a part that has not begun, so it ends whatever the other threads do.
+        Never waits for a part that has not begun, so it ends whatever the other threads do. A part spreads nothing
+        itself: parts could then wait for each other.
         """
         order: int = getattr(self._running, "order", -1)
         parts = [_Part((order, number), partial(work, item)) for number, item in enumerate(items)]

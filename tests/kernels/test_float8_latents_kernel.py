@@ -1,6 +1,7 @@
 """The sparse attention kernel over float8 latents, interpreted and on a GPU, against plain XLA and float64."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +88,7 @@ def test_the_kernel_serves_bfloat16_queries_and_the_architectures_own_float8(arc
 
     kv = LatentRows(shape(99, 40, dtype=form.jax_dtype), shape(99, dtype=jnp.float32), shape(99, 6, dtype=dtype))
     platform = Platform("rocm", arch, "")
-    run = lambda *a: sparse_mla(*a, scale=0.1, value_dim=40, platform=platform)  # noqa: E731
+    run = partial(sparse_mla, scale=0.1, value_dim=40, platform=platform)
     sources = kernel_sources(run, (shape(4, 3, 46, dtype=dtype), kv, shape(4, 30)), arch)
     served = dtype == jnp.bfloat16 and form == KeyFormat.fp8(arch)
     assert [source.name for source in sources] == ["sparse_mla"] * served

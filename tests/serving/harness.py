@@ -15,6 +15,7 @@ from serving.models.decoder import Selection
 from serving.protocol import SamplingParams, Submission
 from serving.scheduler import Chunk
 from serving.sequence import Sequence
+from tests.helpers import relative_error
 from vitstripe.checkpoint import Checkpoint, load, raise_problems
 from vitstripe.mesh import make_mesh
 from vitstripe.platform import platform_of_mesh
@@ -119,3 +120,14 @@ class Driver:
         out = self._call(self.lm.decode(3), latest, self.caches, step.packed(), samples, self.seats)
         self.caches, self.seats = out.caches, out.seats
         return np.asarray(out.logits)[: len(seqs)]
+
+
+def check_chunks(driver: Driver, ids, cuts: list[int], *, decoded: int) -> None:
+    """Chunks that end at `cuts`, and decode passes over the last `decoded` tokens, give the logits of one pass."""
+    whole = driver.prefill(driver.sequence(ids), [])
+    assert relative_error(driver.prefill(driver.sequence(ids), cuts), whole) < 2e-5
+    seq = driver.sequence(ids[:-decoded])
+    driver.prefill(seq, cuts)
+    for at in range(len(ids) - decoded, len(ids)):
+        seq.tokens.append(int(ids[at]))
+        assert relative_error(driver.decode([seq])[0], whole[at]) < 2e-5

@@ -18,7 +18,7 @@ from serving.models.decoder import IN_WEIGHTS_DTYPE, CacheFormats, Selection
 from serving.protocol import FinishEvent
 from tests.helpers import GOLDENS, relative_error
 from tests.serving.glm5_next_reference import TINY, write_model
-from tests.serving.harness import CONFIG, Driver, checkpoint_at
+from tests.serving.harness import CONFIG, Driver, check_chunks, checkpoint_at
 from tests.serving.test_engine_sparse import submit
 from vitbatch import CompileGuard, EncoderConfig
 from vitstripe.checkpoint import Checkpoint
@@ -74,14 +74,7 @@ def test_striped_selections_are_the_bits_of_the_replicated_ones(model):
 
 @pytest.mark.parametrize("cuts", [[5, 12, 13], [16, 32]])
 def test_chunks_and_decode_passes_give_the_logits_of_one_pass(model, cuts):
-    driver, ids = model.driver(), model.ids
-    whole = driver.prefill(driver.sequence(ids), [])
-    assert relative_error(driver.prefill(driver.sequence(ids), cuts), whole) < 2e-5
-    seq = driver.sequence(ids[:-6])
-    driver.prefill(seq, cuts)
-    for at in range(TOKENS - 6, TOKENS):
-        seq.tokens.append(int(ids[at]))
-        assert relative_error(driver.decode([seq])[0], whole[at]) < 2e-5
+    check_chunks(model.driver(), model.ids, cuts, decoded=6)
 
 
 @pytest.mark.slow

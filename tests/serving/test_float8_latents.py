@@ -19,7 +19,7 @@ from serving.models.decoder import CacheFormats
 from serving.protocol import FinishEvent
 from serving.runner import cache_pages
 from tests.helpers import GOLDENS, relative_error
-from tests.serving.harness import CONFIG, Driver
+from tests.serving.harness import CONFIG, Driver, check_chunks
 from tests.serving.test_engine_sparse import submit
 from tests.serving.test_float8_keys import one_layer
 from vitbatch import BucketLadder, CompileGuard, EncoderConfig
@@ -53,14 +53,7 @@ def model(request):
 
 @pytest.mark.parametrize("cuts", [[5, 12, 13], [16, 32]])
 def test_chunks_and_decode_passes_give_the_logits_of_one_pass(model, cuts):
-    driver, ids = model.driver(FLOAT8), model.ids
-    whole = driver.prefill(driver.sequence(ids), [])
-    assert relative_error(driver.prefill(driver.sequence(ids), cuts), whole) < 2e-5
-    seq = driver.sequence(ids[:-3])
-    driver.prefill(seq, cuts)
-    for at in range(TOKENS - 3, TOKENS):
-        seq.tokens.append(int(ids[at]))
-        assert relative_error(driver.decode([seq])[0], whole[at]) < 2e-5
+    check_chunks(model.driver(FLOAT8), model.ids, cuts, decoded=3)
 
 
 def test_logits_are_near_those_of_full_latents_and_not_the_same(model):

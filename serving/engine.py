@@ -16,6 +16,7 @@ from serving.admission import Admission, check_room
 from serving.config import EngineConfig
 from serving.heartbeat import Heartbeat, Pulse
 from serving.metrics import Metrics
+from serving.outbox import Outbox
 from serving.pipeline import Pipeline
 from serving.protocol import (
     EngineState,
@@ -63,8 +64,15 @@ class Engine:
             config, runner.lm.decoder.vocab_size, runner.encoder, eos_ids=eos_ids, uses_mrope=uses_mrope
         )
         self.heartbeat = Heartbeat()
+        self._outbox = Outbox()
         self._pipeline = Pipeline(
-            runner, config, metrics, beat=self.heartbeat.beat, on_token=self._take_token, fail=self._fail
+            runner,
+            config,
+            metrics,
+            beat=self.heartbeat.beat,
+            on_token=self._take_token,
+            fail=self._fail,
+            tell=self._tell,
         )
         self._scheduler, self._images = self._pipeline.scheduler, self._pipeline.images
         self._arrived: deque[Sequence] = deque()
@@ -135,7 +143,8 @@ class Engine:
             self._known.clear()
             self._wake.notify()
         for seq in lost:
-            self._send(seq, ErrorEvent("internal", "the engine stopped"))
+            self._outbox.put(seq, ErrorEvent("internal", "the engine stopped"))
+        self._outbox.deliver()
         return len(lost)
 
     def health(self) -> Health:
@@ -199,6 +208,8 @@ class Engine:
         try:
             while self._state != "dead":
                 self.heartbeat.beat()
+                if not self._pipeline.has_work:
+                    self._tell()
                 with self._wake:
                     idle = not (self._arrived or self._aborts or self._chores or self._pipeline.has_work)
                     if idle and self._state == "draining":
@@ -208,6 +219,7 @@ class Engine:
                         continue
                 if self._chores:
                     self._pipeline.settle()
+                    self._tell()
                     self._do_chores()
                 self._take_arrivals()
                 self._pipeline.step()
@@ -251,26 +263,18 @@ class Engine:
             assert sampled.scores is not None, "drawn by a program that tells no scores"
             logprobs = sampled.scores.entry(row, params.logprobs)
         prompt = tuple(seq.scores) if is_first and params.prompt_logprobs is not None else None
-        if not self._send(seq, TokenEvent(token, logprobs, prompt)):
-            self._finish(seq, "abort")
-        elif token in seq.ends:
+        self._outbox.put(seq, TokenEvent(token, logprobs, prompt))
+        if token in seq.ends:
             self._finish(seq, "stop")
         elif len(seq.tokens) - seq.prompt_length >= params.max_tokens:
             self._finish(seq, "length")
 
     # -- ends
 
-    def _send(self, seq: Sequence, event: Event) -> bool:
-        """False when the receiver is broken, or has had its last event: its fault must not reach the others."""
-        if seq.closed:
-            return False
-        seq.closed = not isinstance(event, TokenEvent)
-        try:
-            seq.on_event(event)
-        except Exception:
-            logger.exception("request %s: its receiver raised", seq.request_id)
-            return False
-        return True
+    def _tell(self) -> None:
+        """Hands out what requests are to be told; who takes nothing any more is aborted."""
+        for seq in self._outbox.deliver():
+            self._finish(seq, "abort")
 
     def _usage(self, seq: Sequence) -> Usage:
         return Usage(
@@ -294,11 +298,11 @@ class Engine:
                 prefill=seq.first_token_at - seq.seated_at,
                 decode=time.monotonic() - seq.first_token_at,
             )
-        self._send(seq, FinishEvent(reason, self._usage(seq), tuple(seq.calls)))
+        self._outbox.put(seq, FinishEvent(reason, self._usage(seq), tuple(seq.calls)))
 
     def _fail(self, seq: Sequence, message: str) -> None:
         self._drop(seq)
-        self._send(seq, ErrorEvent("internal", message))
+        self._outbox.put(seq, ErrorEvent("internal", message))
 
     # -- counts
 

@@ -1,11 +1,11 @@
 """Steps of passes over the devices: planned, dispatched, and read one step later.
 
 A step: plan the decode pass -> admit -> plan the prefill pass -> encode the images that it touches, of all its requests
-in one planned call -> dispatch both passes -> read the tokens of the step before. So while the devices compute a step
-the host reads what the last one gave and plans the next; at most one step is in flight. An end that only a token tells
-(eos, a stop string, a broken receiver) is found when the next step is on its way, and what that step gives for the
-request is thrown away. Its pages and seat may be handed out at once: the devices run steps in the order of their
-dispatch.
+in one planned call -> dispatch both passes -> tell requests what was read before -> read the tokens of the step before.
+So while the devices compute a step the host reads what the last one gave and plans the next; at most one step is in
+flight. An end that only a token tells (eos, a stop string, a broken receiver) is found when the next step is on its
+way, and what that step gives for the request is thrown away. Its pages and seat may be handed out at once: the devices run
+steps in the order of their dispatch.
 """
 
 import time
@@ -42,7 +42,8 @@ class Pipeline:
     """Not thread-safe: the engine thread owns it.
 
     beat(doing): called around each call of the devices. on_token(seq, token, sampled, row): the next token of a
-    request. fail(seq, message): ends a request.
+    request. fail(seq, message): ends a request. tell(): hands out what these two and earlier ones came to, called when
+    there is time for it.
     """
 
     def __init__(
@@ -54,9 +55,10 @@ class Pipeline:
         beat: Callable[[str], None],
         on_token: Callable[[Sequence, int, Sampled, int], None],
         fail: Callable[[Sequence, str], None],
+        tell: Callable[[], None],
     ):
         self._runner, self._metrics, self._beat = runner, metrics, beat
-        self._on_token, self._fail = on_token, fail
+        self._on_token, self._fail, self._tell = on_token, fail, tell
         lm = runner.lm
         self.scheduler = Scheduler(
             config, runner.pages, gather_pages=lm.gather_pages, align=lm.row_align, keeps_state=lm.keeps_state
@@ -74,8 +76,12 @@ class Pipeline:
         self.steps += 1
         with self._doing("plan"):
             due, chunks = self._plan()
+        if chunks or (self._flight and self._flight.chunks):
+            # The launches of a prefill pass, or those behind one, may wait for the devices as long as one computes.
+            self._tell_now()
         with self._doing("dispatch"):
             dispatched = self._dispatch(chunks, due)
+        self._tell_now()
         self._collect()
         self._flight = dispatched
 
@@ -83,6 +89,10 @@ class Pipeline:
         """Reads the step in flight, if there is one; the devices then have nothing to do."""
         self._collect()
         jax.block_until_ready(self._runner.latest)
+
+    def _tell_now(self) -> None:
+        with self._doing("tell"):
+            self._tell()
 
     @contextmanager
     def _doing(self, what: str) -> Iterator[None]:

@@ -4,8 +4,8 @@ A step: plan the decode pass -> admit -> plan the prefill pass -> encode the ima
 in one planned call -> dispatch both passes -> tell requests what was read before -> read the tokens of the step before.
 So while the devices compute a step the host reads what the last one gave and plans the next; at most one step is in
 flight. An end that only a token tells (eos, a stop string, a broken receiver) is found when the next step is on its
-way, and what that step gives for the request is thrown away. Its pages and seat may be handed out at once: the devices run
-steps in the order of their dispatch.
+way, and what that step gives for the request is thrown away. Its pages and seat may be handed out at once: the devices
+run steps in the order of their dispatch.
 """
 
 import time

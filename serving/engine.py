@@ -219,7 +219,6 @@ class Engine:
                         continue
                 if self._chores:
                     self._pipeline.settle()
-                    self._tell()
                     self._do_chores()
                 self._take_arrivals()
                 self._pipeline.step()

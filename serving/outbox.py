@@ -30,15 +30,14 @@ class Outbox:
     def deliver(self) -> list[Sequence]:
         """Empties the box. Requests that are not over and whose receivers raised: their fault must not reach others."""
         broken = []
-        while self._events:
+        while True:
             try:
                 seq, event = self._events.popleft()
-            except IndexError:  # another thread took it
-                break
+            except IndexError:
+                return broken
             try:
                 seq.on_event(event)
             except Exception:
                 logger.exception("request %s: its receiver raised", seq.request_id)
                 if not seq.closed and seq not in broken:
                     broken.append(seq)
-        return broken

@@ -86,9 +86,10 @@ class Pipeline:
         self._flight = dispatched
 
     def settle(self) -> None:
-        """Reads the step in flight, if there is one; the devices then have nothing to do."""
+        """Reads and tells the step in flight, if there is one; the devices then have nothing to do."""
         self._collect()
         jax.block_until_ready(self._runner.latest)
+        self._tell_now()
 
     def _tell_now(self) -> None:
         with self._doing("tell"):

@@ -168,6 +168,19 @@ def test_a_step_is_on_its_way_before_the_one_before_it_is_read(server, monkeypat
     assert order == expected
 
 
+def test_a_decode_step_is_told_when_the_next_one_is_on_its_way(server, monkeypatch):
+    """Receivers want the interpreter for as long as a step takes, so they are woken when the devices are busy."""
+    happened, decode = [], server.runner.decode
+    monkeypatch.setattr(server.runner, "decode", lambda seqs: (happened.append("step"), decode(seqs))[1])
+    ids, spans = server.prompt()
+    server.submit(ids, spans, on_token=lambda token: happened.append("token"), max_tokens=8, ignore_eos=True).result(60)
+    assert happened.count("token") == 8
+    # Steps that were dispatched when each token was told; the first token is the prefill pass's, and the last steps'
+    # have nothing behind them.
+    before = [happened[:i].count("step") for i, what in enumerate(happened) if what == "token"]
+    assert before[1:6] == [3, 4, 5, 6, 7], happened
+
+
 def test_work_between_steps_finds_nothing_on_the_devices_and_loses_nothing(server, digits, monkeypatch):
     engine, in_flight, held = server.engine, threading.Event(), threading.Event()
     alone = [server.ask(image, ignore_eos=True).result(60)[0] for _, image in digits[:3]]

@@ -1,14 +1,12 @@
-"""What the engine tells, when, and that one receiver's fault stays its own."""
+"""What the engine tells, in order and once, and that one receiver's fault stays its own. When: in test_engine.py."""
 
 import logging
 
 import numpy as np
-import pytest
 
 from serving.outbox import Outbox
 from serving.protocol import FinishEvent, SamplingParams, Submission, TokenEvent, Usage
 from serving.sequence import Sequence
-from tests.serving.demo_server import Server
 
 FINISH = FinishEvent("stop", Usage(3, 2, 0, cached_tokens=0), ())
 
@@ -49,28 +47,3 @@ def test_a_receiver_that_raises_is_named_and_the_others_are_told(caplog):
     assert told == [TokenEvent(31), TokenEvent(32)]
     assert "bad" in caplog.text
     assert "over" in caplog.text
-
-
-@pytest.fixture(scope="module")
-def server():
-    made = Server()
-    made.engine.start()
-    yield made
-    assert made.close(), "the engine did not drain"
-
-
-def test_a_decode_step_is_told_when_the_next_one_is_on_its_way(server, monkeypatch):
-    """Receivers want the interpreter for as long as a step takes, so they are woken when the devices are busy."""
-    happened, runner = [], server.runner
-    decode = runner.decode
-    monkeypatch.setattr(runner, "decode", lambda seqs: (happened.append("step"), decode(seqs))[1])
-    done = server.submit(
-        *server.prompt(), on_token=lambda token: happened.append("token"), max_tokens=8, ignore_eos=True
-    )
-    done.result(30)
-    assert happened.count("token") == 8
-    # Steps that were dispatched when each token was told; the first token is the prefill pass's, and the last steps'
-    # have nothing behind them.
-    before = [happened[:i].count("step") for i, what in enumerate(happened) if what == "token"]
-    assert before[1:6] == [3, 4, 5, 6, 7], happened
-    assert server.settled()
